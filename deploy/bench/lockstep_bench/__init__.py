@@ -1,0 +1,1 @@
+"""Measures Lockstep: the cost of the networked scheduler, the worker alone, the whole stack, peers."""

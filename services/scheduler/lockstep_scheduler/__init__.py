@@ -1,0 +1,1 @@
+"""Decides every step of an engine group: queues, KV blocks, the vote, the ledger."""

@@ -1,0 +1,31 @@
+"""`StepInputs`: everything one forward pass reads, gathered from the rows. Frozen; the model and the sampler see only this."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lockstep_common.steps import Kind
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """T tokens of B sequences, of which S tokens need logits. Device tensors unless said otherwise.
+
+    A decode step has T = B = S (one token a sequence). A prefill pass has the chunks one after the other; only a chunk
+    that reaches the end of its row's tokens needs logits. A placeholder has T = B = S = 0.
+    """
+
+    kind: Kind
+    token_ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64, position of each token in its sequence
+    rows: torch.Tensor  # [B] int64, row of each sequence
+    query_starts: torch.Tensor  # [B + 1] int64, first token of each sequence in the batch
+    seq_lens: torch.Tensor  # [B] int64, tokens of the sequence in the KV cache after this pass
+    block_tables: tuple[torch.Tensor, ...]  # one [B, W] int64 a KV group, W covers max_seq_len; unused entries are null
+    slots: tuple[torch.Tensor, ...]  # one [T] int64 a KV group: block * block_size + offset where the token's KV goes
+    logits_index: torch.Tensor  # [S] int64 into T
+    query_lens: tuple[int, ...]  # [B] host
+    host_seq_lens: tuple[int, ...]  # [B] host
+    max_seq_len: int  # host: the largest of seq_lens

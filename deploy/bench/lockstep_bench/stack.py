@@ -1,0 +1,79 @@
+"""The stack's own share of the time to first token: router, scheduler and a worker that computes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep_bench import serve
+from lockstep_bench.client import wait_serving
+from lockstep_bench.processes import HOST, Fleet, free_port, wait_http
+from lockstep_bench.report import Goal
+from lockstep_bench.stats import Served, percentile
+from lockstep_bench.tokenizer import write_tokenizer
+from lockstep_common.errors import LockstepError
+
+VOCAB = 2048
+MAX_MODEL_LEN = 4096
+MODEL = "null"
+
+
+async def ttft(requests: int, input_len: int, output_len: int) -> dict[str, Any]:
+    """One row: TTFT of a lone client's requests, one after the other, each 10 ms after the end of the one before."""
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as scratch, Fleet() as fleet:
+        directory = Path(scratch) / MODEL
+        write_tokenizer(directory, vocab_size=VOCAB, max_model_len=MAX_MODEL_LEN)
+        port = await _start(fleet, directory)
+        served = await _measure(port, requests, input_len, output_len)
+        fleet.check()
+    times = [r.ttft * 1e3 for r in served]
+    return {
+        "requests": requests,
+        "input_len": input_len,
+        "output_len": output_len,
+        "ttft_p50_ms": percentile(times, 50),
+        "ttft_p90_ms": percentile(times, 90),
+        "ttft_p99_ms": percentile(times, 99),
+        "tpot_p50_ms": percentile([r.tpot * 1e3 for r in served if r.output_tokens > 1], 50),
+    }
+
+
+def goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
+    return [
+        Goal("TTFT p50, router + scheduler + null worker", rows[0]["ttft_p50_ms"] if rows else None, 5.0, False, "ms")
+    ]
+
+
+async def _measure(port: int, requests: int, input_len: int, output_len: int) -> list[Served]:
+    work = serve.Workload(
+        url=f"http://{HOST}:{port}", model=MODEL, num_prompts=requests, input_len=input_len, output_len=output_len,
+        vocab=(0, 256), warmups=10,
+    )  # fmt: skip
+    outcome = await serve.run(work, pause=0.01)
+    if outcome.errors:
+        raise LockstepError(f"{len(outcome.errors)} of {requests} requests failed, the first: {outcome.errors[0]}")
+    return list(outcome.served)
+
+
+async def _start(fleet: Fleet, directory: Path) -> int:
+    worker_port, scheduler_port, port = free_port(), free_port(), free_port()
+    worker = fleet.python(
+        "worker", "-m", "lockstep_worker", "--port", worker_port, "--null-step-ms", 0, "--null-vocab-size", VOCAB,
+        "--served-model-name", MODEL, "--max-model-len", MAX_MODEL_LEN, "--threads", 1, "--log-level", "WARNING",
+    )  # fmt: skip
+    scheduler = fleet.python(
+        "scheduler", "-m", "lockstep_scheduler", "--port", scheduler_port, "--workers", f"{HOST}:{worker_port}",
+        "--redis-url", "none", "--max-model-len", MAX_MODEL_LEN, "--log-level", "WARNING",
+    )  # fmt: skip
+    router = fleet.python(
+        "router", "-m", "lockstep_router", "--port", port, "--grpc-port", 0, "--schedulers", f"{HOST}:{scheduler_port}",
+        "--redis-url", "none", "--model", directory, "--served-model-name", MODEL, "--log-level", "WARNING",
+    )  # fmt: skip
+    await asyncio.gather(
+        wait_serving(f"{HOST}:{worker_port}"),
+        wait_http(HOST, port, "/readyz", timeout=60, processes=(worker, scheduler, router)),
+    )
+    return port

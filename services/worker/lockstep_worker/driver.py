@@ -1,0 +1,137 @@
+"""The step thread: it alone touches the engine, one job after the other: load, configure, plans."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from lockstep_common.errors import LockstepError, Unavailable
+from lockstep_common.steps import GroupConfig, Plan, WorkerFacts
+from lockstep_worker.protocol import Coalescer, Engine, PlanLog
+
+log = logging.getLogger(__name__)
+
+
+class State(enum.IntEnum):
+    """What a worker can do now. The numbers are those of the wire."""
+
+    LOADING = 1
+    WAITING = 2  # loaded, not in a group
+    READY = 3  # warmed up in this epoch
+    FAILED = 4
+
+
+class Driver:
+    """Runs an engine on a thread of its own and records in `plans` what came of it.
+
+    `changed` is called on the step thread whenever an outcome was recorded or the state changed; it must not block.
+    """
+
+    def __init__(self, engine: Engine, plans: PlanLog, changed: Callable[[], None] = lambda: None) -> None:
+        self.plans = plans
+        self.changed = changed
+        self.state = State.LOADING
+        self.message = ""
+        self.loaded = 0.0
+        self.facts: WorkerFacts | None = None
+        self.group: GroupConfig | None = None
+        self.steps = 0
+        self.tokens = 0
+        self._engine = engine
+        self._jobs: queue.SimpleQueue[Callable[[], None] | Plan | None] = queue.SimpleQueue()
+        self._free_ns = 0  # since when the engine has had nothing to do
+        self._thread = threading.Thread(target=self._main, name="steps", daemon=True)
+
+    def start(self) -> None:
+        """Begins to load the model."""
+        self._thread.start()
+
+    def submit(self, plan: Plan) -> None:
+        """Runs a plan that the log has accepted, after those submitted before."""
+        self._jobs.put(plan)
+
+    def configure(self, group: GroupConfig) -> Future[WorkerFacts]:
+        """Joins a group once the running plan has ended; the same request again gets the same answer."""
+        answer: Future[WorkerFacts] = Future()
+
+        def job() -> None:
+            try:
+                answer.set_result(self._configure(group))
+            except LockstepError as error:
+                answer.set_exception(error)
+            except BaseException as error:
+                answer.set_exception(LockstepError(f"configure failed: {error}"))
+                raise
+
+        if self.state == State.FAILED:
+            answer.set_exception(Unavailable(f"this worker has failed: {self.message}"))
+        else:
+            self._jobs.put(job)
+        return answer
+
+    def stop(self, timeout_s: float) -> bool:
+        """Ends the thread after the plans already submitted; False if it was still busy when the time was over."""
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _main(self) -> None:
+        try:
+            self.facts = self._engine.load(self._progress)
+            self.loaded = 1.0
+            self._enter(State.WAITING, "loaded, waiting for a scheduler")
+            while (job := self._jobs.get()) is not None:
+                if isinstance(job, Plan):
+                    self._run(job)
+                else:
+                    job()
+            self._engine.close()
+        except BaseException as error:
+            log.exception("the engine failed")
+            self._enter(State.FAILED, error.message if isinstance(error, LockstepError) else repr(error))
+
+    def _progress(self, loaded: float, message: str) -> None:
+        self.loaded = loaded
+        self._enter(State.LOADING, message)
+
+    def _configure(self, group: GroupConfig) -> WorkerFacts:
+        if group == self.group and self.facts is not None and group.epoch == self.plans.epoch:
+            return self.facts
+        self.plans.check_configure(group.epoch, group.term)
+        self.group = None
+        self.plans.close()
+        self._enter(State.WAITING, f"joining epoch {group.epoch} as rank {group.rank}")
+        self.facts = self._engine.configure(group)
+        self.plans.configure(group, self.facts)
+        self.group = group
+        self._free_ns = time.perf_counter_ns()
+        self._enter(State.READY, "")
+        return self.facts
+
+    def _run(self, plan: Plan) -> None:
+        if self.group is None or not self.plans.start(plan):
+            return
+        start_ns = time.perf_counter_ns()
+        coalescer = Coalescer(
+            plan.header,
+            dp_rank=self.group.dp_rank,
+            notice=plan.body.notice,
+            start_ns=start_ns,
+            idle_ns=start_ns - self._free_ns,
+        )
+        for result in self._engine.run(plan):
+            self.steps += 1
+            self.tokens += len(result.words)
+            if coalescer.add(result, time.perf_counter_ns()):
+                self.plans.record(coalescer.flush(self.plans.turnaround(plan.header.seq, coalescer.notice_ns)))
+                self.changed()
+        self._free_ns = time.perf_counter_ns()
+
+    def _enter(self, state: State, message: str) -> None:
+        self.state, self.message = state, message
+        self.changed()

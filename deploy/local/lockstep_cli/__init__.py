@@ -1,1 +1,5 @@
-"""The lockstep command: up, chat, model."""
+"""The `lockstep` command: serve on this machine, fetch models, chat, measure."""
+
+from importlib.metadata import version
+
+__version__ = version("lockstep-cli")

@@ -81,12 +81,13 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _cpu(args: argparse.Namespace) -> int:
-    settings = cpu.Settings(
-        args.model, args.dtype, tuple(args.clients), peer_venv=args.peer_venv, peer_gguf=args.peer_gguf
-    )
+    with ProgressDisplay(sys.stderr) as progress:
+        model = models.resolve(args.model, progress)
+    settings = cpu.Settings(model, args.dtype, tuple(args.clients), peer_venv=args.peer_venv, peer_gguf=args.peer_gguf)
     rows = asyncio.run(cpu.run(settings, _log))
-    report.show("Ratios: above 1 lockstep is better", cpu.ratios(rows), [], _console)
-    shown = {"model": args.model, "dtype": args.dtype, "ratios": cpu.ratios(rows)}
+    ratios = cpu.ratios(rows)
+    report.show("Ratios: above 1 lockstep is better", ratios, [], _console)
+    shown = {"model": args.model, "dtype": args.dtype, "ratios": ratios}
     return _finish(args, "cpu", shown, rows, cpu.goals(rows), "SmolLM2 on this machine's CPU")
 
 

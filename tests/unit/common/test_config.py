@@ -13,9 +13,6 @@ from lockstep_common.config import load, setting, shown
 from lockstep_common.errors import ConfigError
 
 
-HERE = Path()
-
-
 @dataclass(frozen=True)
 class Settings:
     port: int = setting(8000, "a port")
@@ -23,7 +20,7 @@ class Settings:
     fast: bool = setting(True, "a switch")
     name: str = setting("", "a name")
     mode: str = setting("auto", "one of few", choices=("auto", "always"))
-    root: Path = setting(HERE, "a directory")
+    root: Path = setting(Path(), "a directory")
     peers: tuple[str, ...] = setting((), "addresses")
     token: str = setting("", "a secret", secret=True)
 

@@ -1,0 +1,146 @@
+"""Composition of the scheduler: settings -> step loop, ledger, group, server -> serve until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+
+import uvloop
+
+from lockstep_common import config, logs, rpc
+from lockstep_common.clock import SystemClock
+from lockstep_common.errors import ConfigError
+from lockstep_proto.v1 import scheduler_pb2_grpc
+from lockstep_scheduler import metrics
+from lockstep_scheduler.config import SchedulerConfig
+from lockstep_scheduler.group import GroupSupervisor
+from lockstep_scheduler.ledger import REGISTRY_REFRESH, NoLedger, RedisLedger
+from lockstep_scheduler.loop import Settings, StepLoop
+from lockstep_scheduler.server import SchedulerService
+
+log = logging.getLogger("lockstep_scheduler")
+
+TICK_SECONDS = 0.1
+DRAIN_SECONDS = 30.0
+SERVICE = "lockstep.v1.Scheduler"
+
+
+async def serve(settings: SchedulerConfig) -> None:
+    clock = SystemClock()
+    if settings.redis_url == "none":
+        ledger: NoLedger | RedisLedger = NoLedger()
+    else:
+        ledger = RedisLedger(settings.redis_url, settings.name, settings.ledger_ttl)
+    loop = StepLoop(loop_settings(settings), clock, ledger, lambda batch: service.emit(batch))
+    service = SchedulerService(loop, ledger, clock, shard_id=settings.name, grace=settings.session_grace)
+
+    server = rpc.make_server(settings.security)
+    health = rpc.Health(server, SERVICE)
+    scheduler_pb2_grpc.add_SchedulerServicer_to_server(service, server)
+    port = rpc.bind(server, f"{settings.host}:{settings.port}", settings.security)
+    address = settings.advertise or f"{settings.host}:{port}"
+    if settings.metrics_port:
+        metrics.serve(loop, settings.host, settings.metrics_port)
+    await server.start()
+    await health.start()
+
+    def changed() -> None:
+        ledger.restart()
+        if isinstance(ledger, RedisLedger) and loop.group is not None:
+            ledger.term = loop.group.term
+        service.group_changed()
+        background.append(asyncio.ensure_future(health.ready(loop.ready)))
+
+    group = GroupSupervisor(settings, loop, changed)
+    background: list[asyncio.Future[None]] = []
+    tasks = [
+        asyncio.create_task(group.run()),
+        asyncio.create_task(tick(loop, group)),
+        asyncio.create_task(service.publish_load()),
+    ]
+    if isinstance(ledger, RedisLedger):
+        tasks += [
+            asyncio.create_task(ledger.run()),
+            asyncio.create_task(register(ledger, loop, address, settings.model)),
+        ]
+    log.info("listening on %s, workers %s", address, ", ".join(settings.workers))
+
+    stopped = await until_signal(tasks)
+    await health.draining()
+    if stopped:
+        await service.drain(DRAIN_SECONDS)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    if isinstance(ledger, RedisLedger):
+        await ledger.close()
+    await server.stop(1.0)
+
+
+def loop_settings(settings: SchedulerConfig) -> Settings:
+    return Settings(
+        max_batched_tokens=settings.max_num_batched_tokens,
+        max_window=settings.max_window,
+        max_waiting=settings.max_waiting,
+        vote_interval=settings.vote_interval_ms / 1000,
+        a=settings.prefill_attempt_interval,
+        b=settings.prefill_any_attempt_interval,
+        watermark=settings.watermark,
+        max_prefill_tokens_per_point=settings.max_prefill_tokens_per_point,
+        worker_timeout=settings.worker_timeout,
+        grace=settings.session_grace,
+    )
+
+
+async def tick(loop: StepLoop, group: GroupSupervisor) -> None:
+    while True:
+        await asyncio.sleep(TICK_SECONDS)
+        if error := loop.tick():
+            group.lose(error)
+
+
+async def register(ledger: RedisLedger, loop: StepLoop, address: str, model: str) -> None:
+    """Keeps this scheduler in the registry while its group is formed."""
+    while True:
+        if loop.group is not None:
+            await ledger.register(address, model or loop.group.facts.model)
+            await asyncio.sleep(REGISTRY_REFRESH)
+        else:
+            await asyncio.sleep(0.1)
+
+
+async def until_signal(tasks: list[asyncio.Task[None]]) -> bool:
+    """Waits for SIGTERM or SIGINT (True) or for a task that failed (raises). A second signal exits at once."""
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            os._exit(1)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    waiter = asyncio.create_task(stop.wait())
+    done, _ = await asyncio.wait([waiter, *tasks], return_when=asyncio.FIRST_COMPLETED)
+    for task in done:
+        if task is not waiter:
+            task.result()
+    return stop.is_set()
+
+
+def main() -> None:
+    settings = config.load(SchedulerConfig, prog="lockstep-scheduler", env_prefix="LOCKSTEP_SCHEDULER_")
+    logs.setup("scheduler", settings.log_level)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            uvloop.run(serve(settings))
+    except ConfigError as error:
+        sys.exit(f"lockstep-scheduler: {error.message}")
+
+
+if __name__ == "__main__":
+    main()

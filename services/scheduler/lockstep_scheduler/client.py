@@ -1,0 +1,280 @@
+"""The scheduler's side of worker.proto: plans out, outcomes in, as the dataclasses of lockstep_common.steps."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+import numpy as np
+
+from lockstep_common import rpc
+from lockstep_common.errors import DeadlineExceeded, LockstepError, Unavailable
+from lockstep_common.steps import (
+    AddRow,
+    Body,
+    GroupConfig,
+    Header,
+    KvGroup,
+    PlanOutcome,
+    Sampling,
+    TopLogprobs,
+    WorkerFacts,
+    f32,
+    u32,
+    u64,
+)
+from lockstep_proto.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+
+_STATE = worker_pb2.WorkerStatus
+
+
+class WorkerClient:
+    """One worker. Every wait is bounded by the caller; errors are LockstepErrors that name the worker's address."""
+
+    def __init__(self, address: str, security: rpc.Security = rpc.PLAIN) -> None:
+        self.address = address
+        self._metadata = rpc.call_metadata(security)
+        self._channel = rpc.open_channel(address, security)
+        self._stub: Any = worker_pb2_grpc.WorkerStub(
+            self._channel
+        )  # the generated async stub types do not cover aio calls
+        self._call: Any = None
+        self._outgoing: asyncio.Queue[worker_pb2.Plan] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def loaded(self, timeout: float) -> tuple[int, int]:
+        """Waits until the worker has loaded its model; returns the highest (epoch, term) that it accepted."""
+        last = "no answer"
+        try:
+            async with asyncio.timeout(timeout):
+                while True:
+                    call = self._stub.Status(worker_pb2.StatusRequest(interval_ms=200), metadata=self._metadata)
+                    try:
+                        while (status := await call.read()) is not grpc.aio.EOF:
+                            last = status.message or f"{status.loaded:.0%} loaded"
+                            if status.state == _STATE.FAILED:
+                                raise Unavailable(f"worker {self.address} failed: {status.message}")
+                            if status.state in (_STATE.WAITING, _STATE.READY):
+                                return status.epoch, status.term
+                    except grpc.aio.AioRpcError as error:
+                        last = error.details() or error.code().name
+                    finally:
+                        call.cancel()
+                    await asyncio.sleep(0.1)
+        except TimeoutError:
+            raise DeadlineExceeded(f"worker {self.address} is not loaded after {timeout:.0f} s: {last}") from None
+
+    async def configure(self, config: GroupConfig, timeout: float) -> WorkerFacts:
+        request = worker_pb2.ConfigureRequest(
+            epoch=config.epoch,
+            term=config.term,
+            rank=config.rank,
+            dp_rank=config.dp_rank,
+            cp_rank=config.cp_rank,
+            dp=config.dp,
+            cp=config.cp,
+            store_host=config.store_host,
+            store_port=config.store_port,
+            max_rows=config.max_rows,
+            max_model_len=config.max_model_len,
+            max_batched_tokens=config.max_batched_tokens,
+            max_window=config.max_window,
+            num_blocks=config.num_blocks,
+            peers=config.peers,
+        )
+        try:
+            reply = await self._stub.Configure(request, metadata=self._metadata, timeout=timeout)
+        except grpc.aio.AioRpcError as error:
+            raise rpc.from_rpc_error(error, f"worker {self.address}") from None
+        return read_facts(reply.facts)
+
+    def open_steps(self, on_outcome: Callable[[PlanOutcome], None], on_lost: Callable[[LockstepError], None]) -> None:
+        """Opens the Steps stream; `on_lost` is called once if it ends."""
+        self._outgoing = asyncio.Queue()
+        self._call = self._stub.Steps(metadata=self._metadata)
+        self._tasks = [
+            asyncio.create_task(self._write(self._call, self._outgoing)),
+            asyncio.create_task(self._read(self._call, on_outcome, on_lost)),
+        ]
+
+    def send(self, header: bytes, body: Body) -> None:
+        self._outgoing.put_nowait(worker_pb2.Plan(header=header, body=write_body(body)))
+
+    async def close_steps(self) -> None:
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        if self._call is not None:
+            self._call.cancel()
+            self._call = None
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        await self.close_steps()
+        await self._channel.close()
+
+    async def _write(self, call: Any, outgoing: asyncio.Queue[worker_pb2.Plan]) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader reports it
+            while True:
+                await call.write(await outgoing.get())
+
+    async def _read(
+        self, call: Any, on_outcome: Callable[[PlanOutcome], None], on_lost: Callable[[LockstepError], None]
+    ) -> None:
+        error: LockstepError = Unavailable(f"worker {self.address} closed its step stream")
+        try:
+            while (message := await call.read()) is not grpc.aio.EOF:
+                for outcome in message.plans:
+                    on_outcome(read_outcome(outcome))
+            code, details = await call.code(), await call.details()
+            if code is not grpc.StatusCode.OK:
+                error = rpc.from_rpc_error(
+                    grpc.aio.AioRpcError(code, grpc.aio.Metadata(), await call.trailing_metadata(), details=details),
+                    f"worker {self.address}",
+                )
+        except grpc.aio.AioRpcError as failure:
+            error = rpc.from_rpc_error(failure, f"worker {self.address}")
+        on_lost(error)
+
+
+class WorkerGroup:
+    """All workers of a formed group, as the step loop sends to them."""
+
+    def __init__(self, clients: Sequence[WorkerClient]) -> None:
+        self._clients = clients
+
+    def send(self, header: Header, bodies: Sequence[Body]) -> None:
+        data = write_header(header)
+        for client, body in zip(self._clients, bodies, strict=True):
+            client.send(data, body)
+
+
+def write_header(header: Header) -> bytes:
+    message = worker_pb2.Header(
+        epoch=header.epoch,
+        seq=header.seq,
+        kind=worker_pb2.PlanKind.ValueType(int(header.kind)),
+        first_step=header.first_step,
+        k=header.k,
+        row_bucket=header.row_bucket,
+        micro_chunks=np.array(header.micro_chunks, "<u4").tobytes(),
+        placement_version=header.placement_version,
+        moved_layer=header.moved_layer,
+        capture_bucket=header.capture_bucket,
+    )
+    return message.SerializeToString(deterministic=True)
+
+
+def write_body(body: Body) -> worker_pb2.Body:
+    return worker_pb2.Body(
+        term=body.term,
+        ack=body.ack,
+        notice=body.notice,
+        removes=body.removes.tobytes(),
+        adds=[_add_row(add) for add in body.adds],
+        table_writes=[
+            worker_pb2.TableWrite(
+                group=w.group,
+                rows=w.rows.tobytes(),
+                starts=w.starts.tobytes(),
+                counts=w.counts.tobytes(),
+                blocks=w.blocks.tobytes(),
+            )
+            for w in body.table_writes
+        ],
+        zeroes=[
+            worker_pb2.BlockList(group=group, blocks=blocks.tobytes())
+            for group, blocks in enumerate(body.zeroes)
+            if len(blocks)
+        ],
+        copies=[
+            worker_pb2.BlockCopies(group=group, sources=sources.tobytes(), destinations=destinations.tobytes())
+            for group, (sources, destinations) in enumerate(body.copies)
+            if len(sources)
+        ],
+        rows=body.rows.tobytes(),
+        passes=[
+            worker_pb2.PrefillPass(rows=p.rows.tobytes(), starts=p.starts.tobytes(), counts=p.counts.tobytes())
+            for p in body.passes
+        ],
+    )
+
+
+def _add_row(add: AddRow) -> worker_pb2.AddRow:
+    return worker_pb2.AddRow(
+        row=add.row,
+        request_id=add.request_id,
+        choice=add.choice,
+        prompt_len=add.prompt_len,
+        tokens=add.tokens.tobytes(),
+        computed=add.computed,
+        blocks=[worker_pb2.BlockList(group=group, blocks=blocks.tobytes()) for group, blocks in enumerate(add.blocks)],
+        sampling=write_sampling(add.sampling),
+        limit=add.limit,
+    )
+
+
+def write_sampling(sampling: Sampling) -> common_pb2.Sampling:
+    return common_pb2.Sampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        seed=sampling.seed,
+        min_tokens=sampling.min_tokens,
+        max_tokens=sampling.max_tokens,
+        stop_ids=np.array(sampling.stop_ids, "<u4").tobytes(),
+        bias_ids=np.array([i for i, _ in sampling.bias], "<u4").tobytes(),
+        bias_values=np.array([v for _, v in sampling.bias], "<f4").tobytes(),
+        logprobs=sampling.logprobs,
+    )
+
+
+def read_outcome(message: worker_pb2.PlanOutcome) -> PlanOutcome:
+    top = None
+    if message.HasField("top"):
+        top = TopLogprobs(
+            index=u32(message.top.index),
+            counts=u32(message.top.counts),
+            ids=u32(message.top.ids),
+            values=f32(message.top.values),
+        )
+    return PlanOutcome(
+        epoch=message.epoch,
+        seq=message.seq,
+        dp_rank=message.dp_rank,
+        first=message.first,
+        steps=message.steps,
+        last=message.last,
+        counts=u32(message.counts),
+        words=u64(message.words),
+        logprobs=f32(message.logprobs),
+        top=top,
+        faults=tuple((fault.row, fault.message) for fault in message.faults),
+        step_ns=message.step_ns,
+        turnaround_ns=message.turnaround_ns,
+        idle_ns=message.idle_ns,
+    )
+
+
+def read_facts(message: worker_pb2.WorkerFacts) -> WorkerFacts:
+    return WorkerFacts(
+        model=message.model,
+        config_hash=message.config_hash,
+        device=message.device,
+        dtype=message.dtype,
+        vocab_size=message.vocab_size,
+        max_model_len=message.max_model_len,
+        max_rows=message.max_rows,
+        weights_epoch=message.weights_epoch,
+        groups=tuple(KvGroup(g.kind, g.block_size, g.num_blocks) for g in message.groups),
+        deterministic=message.deterministic,
+        routed_experts=message.routed_experts,
+    )

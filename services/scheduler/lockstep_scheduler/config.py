@@ -1,0 +1,80 @@
+"""Settings of the scheduler."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+
+from lockstep_common.config import setting
+from lockstep_common.errors import ConfigError
+from lockstep_common.rpc import Security
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Lockstep scheduler: decides every step of one engine group."""
+
+    host: str = setting("127.0.0.1", "address to listen on")
+    port: int = setting(8002, "port of the gRPC interface (0: any free one)")
+    advertise: str = setting("", "host:port under which routers reach this process (default: host and port)")
+    workers: tuple[str, ...] = setting(
+        (), "host:port of each worker, by DP rank; several workers step together", metavar="LIST"
+    )
+    shard_id: str = setting("", "name of this scheduler in the registry and in records (default: host name and port)")
+    lockstep: str = setting(
+        "auto", "always: couple workers even if the model has no routed experts", choices=("auto", "always")
+    )
+    max_num_seqs: int = setting(64, "rows of each worker: choices that run at once on a DP rank")
+    max_model_len: int = setting(0, "longest prompt and answer together (0: what the model and its KV cache allow)")
+    max_num_batched_tokens: int = setting(
+        2048, "prompt tokens of one prefill step on a DP rank; longer prompts go in chunks"
+    )
+    max_waiting: int = setting(1024, "choices that may wait; beyond, requests are refused with 429")
+    vote_interval_ms: float = setting(40.0, "time between two points at which prefill may begin while rows decode")
+    prefill_attempt_interval: int = setting(0, "the same in steps (A): prefill if all ranks want to; 0: by time")
+    prefill_any_attempt_interval: int = setting(
+        0, "steps (B) after which one rank is enough; a multiple of A (default 4 A)"
+    )
+    max_window: int = setting(16, "most decode steps of one plan")
+    max_prefill_tokens_per_point: int = setting(
+        0, "prompt tokens after which a decode window is owed (0: one full step)"
+    )
+    watermark: float = setting(0.95, "share of KV blocks in use above which nothing is admitted beside running rows")
+    worker_timeout: float = setting(60.0, "seconds without an outcome after which a worker is given up")
+    load_timeout: float = setting(1800.0, "seconds that a worker may take to load its model")
+    session_grace: float = setting(10.0, "seconds that requests outlive the session of their router")
+    redis_url: str = setting("none", "Redis for the ledger and the registry, or none", metavar="URL")
+    ledger_ttl: int = setting(600, "seconds that a finished request's record stays in Redis")
+    model: str = setting("", "name of the model in the registry (default: what the worker loaded)")
+    metrics_port: int = setting(0, "port of the Prometheus page (0: off)")
+    log_level: str = setting("INFO", "DEBUG, INFO, WARNING or ERROR")
+    tls_cert: str = setting("", "certificate of the internal gRPC ports", metavar="FILE")
+    tls_key: str = setting("", "its key", metavar="FILE")
+    tls_ca: str = setting("", "authority that peers' certificates must come from", metavar="FILE")
+    internal_token: str = setting("", "token that callers of internal gRPC ports must send", secret=True)
+
+    def __post_init__(self) -> None:
+        if not self.workers:
+            raise ConfigError("no worker given: set --workers host:port (one for each DP rank)")
+        if len(set(self.workers)) != len(self.workers):
+            raise ConfigError(f"--workers names an address twice: {', '.join(self.workers)}")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "max_window"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1")
+        a, b = self.prefill_attempt_interval, self.prefill_any_attempt_interval
+        if b and not a:
+            raise ConfigError("prefill_any_attempt_interval needs prefill_attempt_interval")
+        if a and b and (b <= a or b % a):
+            raise ConfigError("prefill_any_attempt_interval must be a multiple of prefill_attempt_interval and greater")
+        if not 0 < self.watermark <= 1:
+            raise ConfigError("watermark must be above 0 and at most 1")
+        if self.vote_interval_ms <= 0:
+            raise ConfigError("vote_interval_ms must be positive")
+
+    @property
+    def name(self) -> str:
+        return self.shard_id or f"{socket.gethostname()}-{self.port}"
+
+    @property
+    def security(self) -> Security:
+        return Security(self.tls_cert, self.tls_key, self.tls_ca, self.internal_token)

@@ -1,0 +1,140 @@
+"""The life of the engine group: wait for its workers, form it under a new epoch, watch it, form it again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+
+from lockstep_common.errors import Conflict, LockstepError
+from lockstep_common.steps import GroupConfig, PlanOutcome, WorkerFacts
+from lockstep_scheduler.client import WorkerClient, WorkerGroup
+from lockstep_scheduler.config import SchedulerConfig
+from lockstep_scheduler.loop import Group, StepLoop
+
+log = logging.getLogger(__name__)
+
+CONFIGURE_TIMEOUT = 300.0  # process groups, warm-up
+RETRY_SECONDS = (0.2, 0.5, 1.0, 2.0)
+
+
+class GroupSupervisor:
+    """Keeps the group formed. When a worker is lost, every request with progress ends with an error that says so, and the
+    group forms anew under a higher epoch as soon as all workers are there."""
+
+    def __init__(self, config: SchedulerConfig, loop: StepLoop, changed: Callable[[], None]) -> None:
+        self._config = config
+        self._loop = loop
+        self._changed = changed
+        self._clients = [WorkerClient(address, config.security) for address in config.workers]
+        self._lost: asyncio.Event = asyncio.Event()
+        self._why: LockstepError | None = None
+        self._epoch = 0
+        self._term = 0
+
+    async def run(self) -> None:
+        """Forms, watches, forms again; until cancelled."""
+        attempt = 0
+        try:
+            while True:
+                try:
+                    group = await self._form()
+                except LockstepError as error:
+                    delay = RETRY_SECONDS[min(attempt, len(RETRY_SECONDS) - 1)]
+                    log.warning("the group does not form: %s; next try in %.1f s", error.message, delay)
+                    attempt += 1
+                    await asyncio.sleep(delay)
+                    continue
+                attempt = 0
+                self._loop.start(group, WorkerGroup(self._clients))
+                self._changed()
+                log.info("group formed: epoch %d, %d rank(s), %s", group.epoch, group.dp, describe(group))
+                await self._lost.wait()
+                assert self._why is not None
+                log.error("group lost: %s", self._why.message)
+                self._loop.stop(self._why)
+                self._changed()
+                await asyncio.gather(*(client.close_steps() for client in self._clients))
+        finally:
+            await asyncio.gather(*(client.close() for client in self._clients))
+
+    def lose(self, error: LockstepError) -> None:
+        """Gives the group up; the first reason is the one that is told."""
+        if not self._lost.is_set():
+            self._why = error
+            self._lost.set()
+
+    async def _form(self) -> Group:
+        config = self._config
+        seen = await asyncio.gather(*(client.loaded(config.load_timeout) for client in self._clients))
+        self._epoch = max(self._epoch, *(epoch for epoch, _ in seen)) + 1
+        self._term = max(self._term, *(term for _, term in seen), 1)
+        self._lost, self._why = asyncio.Event(), None
+        dp = len(self._clients)
+        store_host, store_port = config.workers[0].rsplit(":", 1)[0], random.randint(20000, 59999)
+        facts = await asyncio.gather(
+            *(
+                client.configure(
+                    GroupConfig(
+                        epoch=self._epoch,
+                        term=self._term,
+                        rank=rank,
+                        dp_rank=rank,
+                        cp_rank=0,
+                        dp=dp,
+                        cp=1,
+                        store_host=store_host,
+                        store_port=store_port,
+                        max_rows=config.max_num_seqs,
+                        max_model_len=config.max_model_len,
+                        max_batched_tokens=config.max_num_batched_tokens,
+                        max_window=config.max_window,
+                        num_blocks=0,
+                        peers=config.workers,
+                    ),
+                    CONFIGURE_TIMEOUT,
+                )
+                for rank, client in enumerate(self._clients)
+            )
+        )
+        group = self._agree(facts)
+        for client in self._clients:
+            client.open_steps(self._on_outcome, self.lose)
+        return group
+
+    def _agree(self, facts: list[WorkerFacts]) -> Group:
+        hashes = {f.config_hash for f in facts}
+        if len(hashes) > 1:
+            pairs = ", ".join(f"{a} has {f.config_hash}" for a, f in zip(self._config.workers, facts, strict=True))
+            raise Conflict(f"the workers of a group must have one configuration, but {pairs}")
+        blocks = {f.groups for f in facts}
+        if len(blocks) > 1:
+            raise Conflict("the workers of a group must agree on the number of KV blocks; they answered different ones")
+        first = facts[0]
+        kv = first.groups[0]
+        fits = (kv.num_blocks - 1) * kv.block_size
+        wanted = self._config.max_model_len or first.max_model_len
+        return Group(
+            epoch=self._epoch,
+            term=self._term,
+            dp=len(facts),
+            facts=first,
+            max_rows=min(self._config.max_num_seqs, first.max_rows),
+            max_model_len=min(wanted, first.max_model_len, fits),
+        )
+
+    def _on_outcome(self, outcome: PlanOutcome) -> None:
+        try:
+            self._loop.on_outcome(outcome)
+        except Exception as error:
+            log.exception("booking plan %d failed", outcome.seq)
+            self.lose(LockstepError(f"internal error while booking plan {outcome.seq}: {error!r}"))
+
+
+def describe(group: Group) -> str:
+    kv = group.facts.groups[0]
+    return (
+        f"model {group.facts.model} ({group.facts.dtype} on {group.facts.device}), {group.max_rows} rows a rank, "
+        f"context {group.max_model_len}, {kv.num_blocks - 1} KV blocks of {kv.block_size} tokens"
+    )

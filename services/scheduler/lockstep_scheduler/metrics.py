@@ -1,0 +1,67 @@
+"""The scheduler's Prometheus page: read from the loop's counters when it is scraped, at no cost to a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from lockstep_scheduler.loop import StepLoop
+
+
+class LoopCollector(Collector):
+    def __init__(self, loop: StepLoop) -> None:
+        self._loop = loop
+
+    def collect(self) -> Iterable[Metric]:
+        loop, stats = self._loop, self._loop.stats
+        gauges = {
+            "lockstep_running_choices": ("Choices that own a row", loop.running),
+            "lockstep_waiting_choices": ("Choices that wait for a row", len(loop.waiting)),
+            "lockstep_kv_usage_ratio": ("Owned KV blocks of the fullest rank", loop.kv_usage),
+            "lockstep_group_ready": ("1 while the engine group is formed and takes requests", float(loop.ready)),
+            "lockstep_step_seconds": ("Mean duration of a decode step", loop.step_seconds),
+            "lockstep_lead_steps": ("Steps before a window's end at which the next plan is composed", loop.lead_steps),
+            "lockstep_outcome_silence_seconds": ("Time since an outcome was booked while plans run", loop.silence),
+        }
+        for name, (help, value) in gauges.items():
+            yield GaugeMetricFamily(name, help, value=value)
+        counters = {
+            "lockstep_generation_tokens": ("Tokens generated", stats.generation_tokens),
+            "lockstep_prompt_tokens": ("Prompt tokens of admitted requests", stats.prompt_tokens),
+            "lockstep_prompt_tokens_cached": ("Those found in the prefix cache", stats.cached_tokens),
+            "lockstep_preemptions": ("Choices removed to make room", stats.preemptions),
+            "lockstep_overrun_row_steps": ("Row-steps run for rows that had ended", stats.overrun_row_steps),
+            "lockstep_placeholder_steps": ("Decode steps of ranks without a row", stats.placeholder_steps),
+            "lockstep_requests": ("Requests queued", stats.requests),
+            "lockstep_requests_refused": ("Requests refused because the queue was full", stats.refused),
+            "lockstep_device_idle_seconds": ("Time that workers waited for a plan", stats.idle_seconds),
+            "lockstep_plan_lead_seconds_sum": (
+                "How long before the running plan's end the next one arrived",
+                stats.lead_seconds,
+            ),
+            "lockstep_plan_lead_seconds_count": ("Plans whose lead was measured", stats.leads),
+            "lockstep_queue_seconds_sum": ("Time from submit to admission", stats.queue_seconds),
+            "lockstep_queue_seconds_count": ("Requests admitted", stats.admitted),
+        }
+        for name, (help, value) in counters.items():
+            if name.endswith(("_sum", "_count")):
+                yield GaugeMetricFamily(name, help, value=value)
+            else:
+                yield CounterMetricFamily(name, help, value=value)
+        plans = CounterMetricFamily("lockstep_plans", "Plans sent", labels=["kind"])
+        for kind, count in stats.plans.items():
+            plans.add_metric([kind], count)
+        yield plans
+        ends = CounterMetricFamily("lockstep_choices_ended", "Choices that ended", labels=["reason"])
+        for reason, count in stats.ends.items():
+            ends.add_metric([reason], count)
+        yield ends
+
+
+def serve(loop: StepLoop, host: str, port: int) -> None:
+    registry = CollectorRegistry()
+    registry.register(LoopCollector(loop))
+    start_http_server(port, host, registry)

@@ -1,0 +1,129 @@
+"""What the ranks of a group must agree on before each plan, as pure functions.
+
+The law. `A` = prefill_attempt_interval, `B` = prefill_any_attempt_interval, a multiple of A greater than A. The step counter
+counts planned decode steps and starts at 0 with each epoch.
+
+1. If no rank has a running row, the group is at an ANY point: prefill if at least one rank wants to, else park.
+2. If a decode window is owed (prefill has used up `max_prefill_tokens_per_point`), decode.
+3. step > 0 and step % B == 0 is an ANY point: prefill if at least one rank wants to.
+4. step % A == 0 is an ALL point: prefill only if every rank wants to, so that no rank runs a placeholder.
+5. Elsewhere decode.
+
+A decode plan covers the window up to the next multiple of A, but no more steps than `max_window` and than the rank with the
+fewest KV blocks can write. A prefill plan does not move the counter, so a point repeats while the agreement holds.
+
+As an exchange the kind is one MIN reduction: at an ANY point each rank sends `0 if want else 1`, at an ALL point
+`1 if want else 0`; `agree` gives each rank the same header whoever computes it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lockstep_common.steps import Header, Kind
+
+
+class Point(enum.Enum):
+    ANY = "any"
+    ALL = "all"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """One rank's view when plan `seq` is composed."""
+
+    rank: int
+    want: bool  # has something to prefill: an unfinished chunk, or a waiting request that fits
+    running: int  # rows that would decode
+    rows_after: int  # rows that a prefill plan would leave running
+    chunk_tokens: int  # tokens that it would prefill now
+    max_k: int  # decode steps for which it has blocks (at least 1); 0 without rows
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Intervals in steps, the same on every shard of a group."""
+
+    a: int
+    b: int
+    max_window: int
+
+    def __post_init__(self) -> None:
+        if not (self.a >= 1 and self.b > self.a and self.b % self.a == 0 and self.max_window >= 1):
+            raise ValueError(f"B must be a multiple of A and greater than A, the window at least 1: {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where the group stands before the vote."""
+
+    epoch: int
+    seq: int
+    step: int
+    owed: bool = False  # a decode window is owed to the running rows
+    placement_version: int = 0
+
+
+def point(step: int, rules: Rules) -> Point:
+    """Which kind of vote point a step is while rows run."""
+    if step > 0 and step % rules.b == 0:
+        return Point.ANY
+    return Point.ALL if step % rules.a == 0 else Point.NONE
+
+
+def rules_for(step_seconds: float, interval_seconds: float, max_window: int) -> Rules:
+    """Intervals by time: A is the largest power of two of steps within the interval, B is 4 A.
+
+    Powers of two nest, so that a changed step time moves no vote point further away than the new A.
+    """
+    steps = max(1, int(interval_seconds / step_seconds)) if step_seconds > 0 else 1
+    a = 1 << min(steps.bit_length() - 1, 10)
+    return Rules(a=a, b=4 * a, max_window=max_window)
+
+
+def agree(position: Position, rules: Rules, votes: Sequence[Vote]) -> Header:
+    """The header of plan `position.seq`: the law above. The same for every order of `votes`."""
+    running = sum(v.running for v in votes)
+    wants = [v.want for v in votes]
+    if running == 0:
+        kind = Kind.PREFILL if any(wants) else Kind.PARK
+    elif position.owed:
+        kind = Kind.DECODE
+    else:
+        match point(position.step, rules):
+            case Point.ANY:
+                kind = Kind.PREFILL if any(wants) else Kind.DECODE
+            case Point.ALL:
+                kind = Kind.PREFILL if all(wants) else Kind.DECODE
+            case Point.NONE:
+                kind = Kind.DECODE
+    rows = max((v.rows_after if kind is Kind.PREFILL else v.running for v in votes), default=0)
+    return Header(
+        epoch=position.epoch,
+        seq=position.seq,
+        kind=kind,
+        first_step=position.step,
+        k=_window(position.step, rules, votes) if kind is Kind.DECODE else 1,
+        row_bucket=bucket(rows),
+        micro_chunks=(max(v.chunk_tokens for v in votes),) if kind is Kind.PREFILL else (),
+        placement_version=position.placement_version,
+    )
+
+
+def bucket(rows: int) -> int:
+    """Rows rounded up to a size worth a graph: 0, 1, 2, 4, then multiples of 8 up to 64, of 16 up to 256, of 64 beyond."""
+    if rows <= 2:
+        return rows
+    if rows <= 4:
+        return 4
+    step = 8 if rows <= 64 else 16 if rows <= 256 else 64
+    return -(-rows // step) * step
+
+
+def _window(step: int, rules: Rules, votes: Sequence[Vote]) -> int:
+    to_point = rules.a - step % rules.a
+    return max(1, min([to_point, rules.max_window, *(v.max_k for v in votes if v.running)]))

@@ -42,7 +42,7 @@ class UpConfig:
     block_size: int = setting(16, "tokens in a block of the KV cache", metavar="TOKENS")
     kv_cache_memory_gb: float = setting(0.0, "KV cache of a worker; 0: a sensible share of the memory", metavar="GB")
     threads: int = setting(0, "CPU threads of a worker; 0: the cores divided by the workers", metavar="N")
-    vote_interval_ms: int = setting(40, "how often running requests make room for waiting ones", metavar="MS")
+    vote_interval_ms: float = setting(40.0, "how often running requests make room for waiting ones", metavar="MS")
     seed: int = setting(0, "of requests that bring none", metavar="N")
     redis_url: str = setting("", "redis://..., or none (default: a private Valkey)", metavar="URL")
     host: str = setting("127.0.0.1", "address to listen on")
@@ -62,8 +62,10 @@ class UpConfig:
             )
         for name in ("dp", "max_num_seqs", "max_num_batched_tokens", "block_size", "start_timeout_s"):
             self._check(name, at_least=1)
-        for name in ("max_model_len", "kv_cache_memory_gb", "threads", "vote_interval_ms", "port", "grpc_port"):
+        for name in ("max_model_len", "kv_cache_memory_gb", "threads", "port", "grpc_port"):
             self._check(name, at_least=0)
+        if self.vote_interval_ms <= 0:
+            raise ConfigError(f"--vote-interval-ms {self.vote_interval_ms}: must be positive")
         if self.redis_url and self.redis_url != "none" and "://" not in self.redis_url:
             raise ConfigError(f"--redis-url {self.redis_url!r}: expected a URL such as redis://host:6379/0, or none")
         if self.port == self.grpc_port and self.port != 0:

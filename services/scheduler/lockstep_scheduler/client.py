@@ -46,8 +46,8 @@ class WorkerClient:
         self._outgoing: asyncio.Queue[worker_pb2.Plan] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def loaded(self, timeout: float) -> tuple[int, int]:
-        """Waits until the worker has loaded its model; returns the highest (epoch, term) that it accepted."""
+    async def loaded(self, timeout: float) -> tuple[int, int, WorkerFacts]:
+        """Waits until the worker has loaded its model; returns the highest epoch and term that it accepted, and its facts."""
         last = "no answer"
         try:
             async with asyncio.timeout(timeout):
@@ -59,7 +59,7 @@ class WorkerClient:
                             if status.state == _STATE.FAILED:
                                 raise Unavailable(f"worker {self.address} failed: {status.message}")
                             if status.state in (_STATE.WAITING, _STATE.READY):
-                                return status.epoch, status.term
+                                return status.epoch, status.term, read_facts(status.facts)
                     except grpc.aio.AioRpcError as error:
                         last = error.details() or error.code().name
                     finally:

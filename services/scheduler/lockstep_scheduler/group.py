@@ -7,7 +7,7 @@ import logging
 import random
 from collections.abc import Callable
 
-from lockstep_common.errors import Conflict, LockstepError
+from lockstep_common.errors import ConfigError, Conflict, LockstepError
 from lockstep_common.steps import GroupConfig, PlanOutcome, WorkerFacts
 from lockstep_scheduler.client import WorkerClient, WorkerGroup
 from lockstep_scheduler.config import SchedulerConfig
@@ -68,10 +68,15 @@ class GroupSupervisor:
     async def _form(self) -> Group:
         config = self._config
         seen = await asyncio.gather(*(client.loaded(config.load_timeout) for client in self._clients))
-        self._epoch = max(self._epoch, *(epoch for epoch, _ in seen)) + 1
-        self._term = max(self._term, *(term for _, term in seen), 1)
+        self._epoch = max(self._epoch, *(epoch for epoch, _, _ in seen)) + 1
+        self._term = max(self._term, *(term for _, term, _ in seen), 1)
         self._lost, self._why = asyncio.Event(), None
         dp = len(self._clients)
+        models = [facts for _, _, facts in seen]
+        max_rows = min(config.max_num_seqs, min(facts.max_rows for facts in models))
+        max_model_len = min(facts.max_model_len for facts in models)
+        if config.max_model_len > max_model_len:
+            raise ConfigError(f"max_model_len {config.max_model_len} is more than the model's {max_model_len}")
         store_host, store_port = config.workers[0].rsplit(":", 1)[0], random.randint(20000, 59999)
         facts = await asyncio.gather(
             *(
@@ -86,8 +91,8 @@ class GroupSupervisor:
                         cp=1,
                         store_host=store_host,
                         store_port=store_port,
-                        max_rows=config.max_num_seqs,
-                        max_model_len=config.max_model_len,
+                        max_rows=max_rows,
+                        max_model_len=config.max_model_len or max_model_len,
                         max_batched_tokens=config.max_num_batched_tokens,
                         max_window=config.max_window,
                         num_blocks=0,

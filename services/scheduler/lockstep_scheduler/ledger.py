@@ -71,7 +71,7 @@ class RedisLedger:
     wanted = True
 
     def __init__(self, url: str, shard_id: str, ttl: int) -> None:
-        self._redis: Any = redis.from_url(  # type: ignore[no-untyped-call]
+        self._redis: Any = redis.from_url(
             url, socket_timeout=CALL_TIMEOUT, socket_connect_timeout=CALL_TIMEOUT, protocol=2
         )
         self._shard_id = shard_id

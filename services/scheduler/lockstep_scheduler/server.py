@@ -63,7 +63,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
 
     # -- the stream -----------------------------------------------------------------------------------------------------
 
-    async def Session(
+    async def Session(  # type: ignore[override]
         self, request_iterator: AsyncIterator[scheduler_pb2.ToScheduler], context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
         first = await anext(aiter(request_iterator), None)

@@ -1,0 +1,263 @@
+"""A whole engine group in one thread and simulated time: the real step loop over scripted workers that check every plan."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lockstep_common.clock import ManualClock
+from lockstep_common.steps import NO_F32, Body, GroupConfig, Header, Kind, Plan, PlanOutcome, Sampling, TopLogprobs
+from lockstep_scheduler import plan
+from lockstep_scheduler.booking import EventBatch
+from lockstep_scheduler.ledger import NoLedger
+from lockstep_scheduler.loop import Group, Settings, StepLoop
+from lockstep_scheduler.request import End, Request
+from lockstep_worker.protocol import StepResult, steps_of
+from tests.scripted_worker import Script, ScriptedEngine, toy_output
+
+
+@dataclass
+class Received:
+    """What a session was told about one choice."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    end: End = End.NONE
+    ends: int = 0
+    error: str = ""
+    cached: int = 0
+    first_at: float = 0.0
+    ended_at: float = 0.0
+    last_at: float = 0.0
+    largest_gap: float = 0.0
+
+
+class Simulation:
+    """`dp` scripted workers in lockstep. One `turn` runs one step of one worker, chosen by the random source, and may deliver
+    its outcome; invariants are asserted after every plan."""
+
+    def __init__(
+        self,
+        *,
+        dp: int = 1,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_rows: int = 8,
+        max_model_len: int = 128,
+        step_seconds: float = 0.010,
+        seed: int = 0,
+        scripts: Sequence[Script] = (),
+        vocab_size: int = 1000,
+        **settings: object,
+    ) -> None:
+        defaults: dict[str, object] = {"max_batched_tokens": 32, "a": 4, "b": 8, "max_window": 8}
+        self.clock = ManualClock()
+        self.random = random.Random(seed)
+        self.received: dict[tuple[int, int], Received] = defaultdict(Received)
+        self.headers: list[Header] = []
+        self.bodies: list[list[Body]] = []
+        self.vocab_size = vocab_size
+        self._step_seconds = step_seconds
+        self._max_model_len = max_model_len
+        self._queues: list[deque[Plan]] = [deque() for _ in range(dp)]
+        self._running: list[tuple[Plan, Iterator[StepResult], int] | None] = [None] * dp
+        self._unsent: list[list[StepResult]] = [[] for _ in range(dp)]
+        self._handles = 0
+        self.engines = [
+            ScriptedEngine(
+                scripts,
+                vocab_size=vocab_size,
+                max_model_len=max_model_len,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                max_rows=max_rows,
+                wait=lambda seconds: None,
+            )
+            for _ in range(dp)
+        ]
+        self.loop = StepLoop(Settings(**(defaults | settings)), self.clock, NoLedger(), self._emit)  # type: ignore[arg-type]
+        facts = [
+            engine.configure(GroupConfig(1, 1, i, i, 0, dp, 1, "", 0, max_rows, max_model_len, 32, 8, 0))
+            for i, engine in enumerate(self.engines)
+        ]
+        self.loop.start(Group(1, 1, dp, facts[0], max_rows, min(max_model_len, (num_blocks - 1) * block_size)), self)
+
+    # -- the workers, as the loop sees them
+
+    def send(self, header: Header, bodies: Sequence[Body]) -> None:
+        self.headers.append(header)
+        self.bodies.append(list(bodies))
+        plan.check(self.loop.ranks, self.loop.slots, self.loop.limits)
+        for queue, body in zip(self._queues, bodies, strict=True):
+            queue.append(Plan(header, body))
+            assert len(queue) <= 2, "more than one plan waits behind the running one"
+
+    def turn(self) -> bool:
+        """One step of one worker; False if nothing runs anywhere."""
+        busy = [i for i in range(len(self.engines)) if self._running[i] or self._queues[i]]
+        if not busy:
+            return False
+        # in lockstep: the ranks that are behind go first
+        progress = {i: self._at(i) for i in busy}
+        behind = [i for i in busy if progress[i] == min(progress.values())]
+        rank = self.random.choice(behind)
+        if self._running[rank] is None:
+            started = self._queues[rank].popleft()
+            self._running[rank] = (started, self.engines[rank].run(started), 0)
+        running, results, done = self._running[rank]  # type: ignore[misc]
+        self._unsent[rank].append(next(results))
+        done += 1
+        self._running[rank] = (running, results, done)
+        if rank == behind[0]:
+            self.clock.advance(self._step_seconds)
+        last = done == steps_of(running.header)
+        if last:
+            assert next(results, None) is None
+            self._running[rank] = None
+        if last or done == running.body.notice or self.random.random() < 0.3:
+            self._deliver(rank, running, done, last)
+        return True
+
+    def run(self, turns: int = 100_000) -> None:
+        """Until nothing runs and nothing waits; AssertionError if that does not happen within so many turns."""
+        for _ in range(turns):
+            if not self.turn():
+                self.loop.tick()
+                if not self.turn():
+                    break
+        else:
+            raise AssertionError(
+                f"not idle after {turns} turns: {self.loop.running} running, {len(self.loop.waiting)} waiting"
+            )
+        assert self.loop.unfinished == 0, "idle with unfinished requests"
+        self.check_idle()
+
+    def check_idle(self) -> None:
+        """Nothing runs: every row and block is given back, and nothing is remembered by a slot."""
+        plan.check(self.loop.ranks, self.loop.slots, self.loop.limits)
+        for rank in self.loop.ranks:
+            assert rank.pool.owned == 0 and rank.rows_in_use == 0 and not rank.closing
+        assert self.loop.slots.used == 0
+
+    # -- requests
+
+    def submit(self, prompt: Sequence[int], *, n: int = 1, priority: int = 0, salt: str = "", advance: bool = True, **sampling: object) -> Request:  # fmt: skip
+        self._handles += 1
+        request = self.loop.submit(
+            request_id=f"r{self._handles}",
+            session=1,
+            handle=self._handles,
+            prompt=np.array(prompt, np.uint32),
+            sampling=Sampling(**({"max_tokens": 16} | sampling)),  # type: ignore[arg-type]
+            n=n,
+            priority=priority,
+            salt=salt,
+        )
+        if advance:
+            self.loop.advance()
+        return request
+
+    def expected(self, request: Request, choice: int = 0) -> list[int]:
+        """The toy model's answer, as if the request were alone."""
+        return toy_output(
+            request.prompt.tolist(),
+            sampling=request.sampling,
+            choice=choice,
+            vocab_size=self.vocab_size,
+            limit=min(len(request.prompt) + request.sampling.max_tokens, self.loop.group.max_model_len),  # type: ignore[union-attr]
+        )
+
+    def got(self, request: Request, choice: int = 0) -> Received:
+        return self.received[request.handle, choice]
+
+    def check_answers(self, requests: Sequence[Request]) -> None:
+        """Each choice ended once, as the device ended it, with exactly the toy model's tokens."""
+        for request in requests:
+            for choice in range(request.n):
+                got = self.got(request, choice)
+                assert got.ends == 1, f"{request.request_id}.{choice} has {got.ends} ends"
+                assert got.tokens == self.expected(request, choice), f"{request.request_id}.{choice}"
+
+    # -- internals
+
+    def _at(self, rank: int) -> tuple[int, int]:
+        running = self._running[rank]
+        if running is None:
+            return self._queues[rank][0].header.seq, 0
+        return running[0].header.seq, running[2]
+
+    def _deliver(self, rank: int, running: Plan, done: int, last: bool) -> None:
+        results, self._unsent[rank] = self._unsent[rank], []
+        words = [r.words for r in results]
+        asked = any(r.logprobs is not None for r in results)
+        logprobs = [
+            r.logprobs if r.logprobs is not None else np.full(len(r.words), np.nan, np.float32) for r in results
+        ]
+        self.loop.on_outcome(
+            PlanOutcome(
+                epoch=running.header.epoch,
+                seq=running.header.seq,
+                dp_rank=rank,
+                first=done - len(results),
+                steps=len(results),
+                last=last,
+                counts=np.array([len(w) for w in words], np.uint32),
+                words=np.concatenate(words),
+                logprobs=np.concatenate(logprobs) if asked else NO_F32,
+                top=_joined(results),
+                faults=tuple(f for r in results for f in r.faults),
+                step_ns=int(self._step_seconds * 1e9),
+            )
+        )
+
+    def _emit(self, batch: EventBatch) -> None:
+        now, at = self.clock.now(), 0
+        errors = dict(batch.errors)
+        for i, (handle, choice, offset, count, end) in enumerate(
+            zip(batch.handles.tolist(), batch.choices.tolist(), batch.offsets.tolist(), batch.counts.tolist(), batch.ends.tolist(), strict=True)
+        ):  # fmt: skip
+            got = self.received[handle, choice]
+            assert not got.ends, f"request {handle} choice {choice}: an event after its end"
+            if count:
+                assert offset == len(got.tokens), (
+                    f"request {handle} choice {choice}: offset {offset} of {len(got.tokens)}"
+                )
+                if got.tokens:
+                    got.largest_gap = max(got.largest_gap, now - got.last_at)
+                else:
+                    got.first_at = now
+                got.last_at = now
+            got.tokens += batch.tokens[at : at + count].tolist()
+            if len(batch.logprobs):
+                got.logprobs += batch.logprobs[at : at + count].tolist()
+            got.cached = int(batch.cached[i])
+            at += count
+            if end:
+                got.end, got.ends, got.ended_at = End(end), got.ends + 1, now
+                got.error = errors[i].message if i in errors else ""
+                got.tokens = got.tokens[:offset] if not count else got.tokens
+        assert at == len(batch.tokens)
+
+
+def _joined(results: Sequence[StepResult]) -> TopLogprobs | None:
+    parts, before = [], 0
+    for result in results:
+        if result.top is not None:
+            parts.append((result.top, before))
+        before += len(result.words)
+    if not parts:
+        return None
+    return TopLogprobs(
+        index=np.concatenate([top.index + np.uint32(shift) for top, shift in parts]),
+        counts=np.concatenate([top.counts for top, _ in parts]),
+        ids=np.concatenate([top.ids for top, _ in parts]),
+        values=np.concatenate([top.values for top, _ in parts]),
+    )
+
+
+def prefills(simulation: Simulation) -> list[Header]:
+    return [h for h in simulation.headers if h.kind is Kind.PREFILL]

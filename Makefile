@@ -61,10 +61,11 @@ clean:  ## remove what was generated here, .venv too (the model cache stays)
 # that no resolver ever asks an index for them; `pip check` proves that the pins satisfy what the packages declare.
 $(STAMP): requirements-dev.txt $(UNITS:=/pyproject.toml)
 	@test -n "$(PYTHON)" || { echo "Lockstep needs Python 3.11 or 3.12: make setup PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@echo "Setting up $(VENV): a minute or two, most of it torch"
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check pip==$(PIP_VERSION)
-	$(PY) -m pip install --quiet -r requirements-dev.txt
-	$(PY) -m pip install --quiet --no-deps --no-build-isolation $(addprefix -e ./,$(UNITS))
+	$(PY) -m pip install --quiet --quiet pip==$(PIP_VERSION)
+	$(PY) -m pip install --quiet --quiet -r requirements-dev.txt
+	$(PY) -m pip install --quiet --quiet --no-deps --no-build-isolation $(addprefix -e ./,$(UNITS))
 	$(PY) -m pip check
 	touch $@
 

@@ -16,6 +16,7 @@ from lockstep_common.errors import ConfigError
 
 # Below the range from which the kernel takes ports for outgoing connections, so that none is lost between choice and use.
 _PORT_RANGE = (20_000, 32_000)
+_LONGEST_SOCKET_PATH = 100  # bytes; the systems' own limits are 104 and 108
 
 
 def survey(config: UpConfig, run_dir: Path) -> Machine:
@@ -74,6 +75,8 @@ def _free_ports(count: int, avoid: set[int]) -> tuple[int, ...]:
 
 def _valkey_command(run_dir: Path, socket_path: str) -> tuple[str, ...]:
     """A Valkey that keeps nothing on disk and listens on a socket that only this user can open: no port, no password."""
+    if len(os.fsencode(socket_path)) > _LONGEST_SOCKET_PATH:
+        raise ConfigError(f"{socket_path}: too long for a socket; set TMPDIR to a shorter path, or give --redis-url")
     options = {
         "port": "0",
         "unixsocket": socket_path,

@@ -12,14 +12,16 @@ import grpc.aio
 import numpy as np
 
 from lockstep_common import rpc
-from lockstep_common.errors import DeadlineExceeded, LockstepError, Unavailable
+from lockstep_common.errors import Conflict, DeadlineExceeded, LockstepError, Unavailable
 from lockstep_common.steps import (
     AddRow,
+    Attachment,
     Body,
     GroupConfig,
     Header,
     KvGroup,
     PlanOutcome,
+    RowState,
     Sampling,
     TopLogprobs,
     WorkerFacts,
@@ -92,6 +94,44 @@ class WorkerClient:
             raise rpc.from_rpc_error(error, f"worker {self.address}") from None
         return read_facts(reply.facts)
 
+    async def attach(self, epoch: int, term: int, timeout: float) -> Attachment:
+        request = worker_pb2.AttachRequest(epoch=epoch, term=term)
+        try:
+            reply = await self._stub.Attach(request, metadata=self._metadata, timeout=timeout)
+        except grpc.aio.AioRpcError as error:
+            raise rpc.from_rpc_error(error, f"worker {self.address}") from None
+        return Attachment(
+            accepted=reply.accepted,
+            started=reply.started,
+            finished=reply.finished,
+            headers=tuple(reply.headers),
+            rows=tuple(
+                RowState(r.row, r.request_id, r.choice, r.offset, tuple(u32(b.blocks) for b in r.blocks))
+                for r in reply.rows
+            ),
+            outcomes=tuple(read_outcome(outcome) for outcome in reply.outcomes),
+        )
+
+    async def close_plans(self, term: int, headers: Sequence[bytes], upto: int, timeout: float) -> None:
+        """Sends plans with empty bodies and waits until the worker has finished plan `upto` (P6)."""
+        call = self._stub.Steps(metadata=self._metadata)
+        try:
+            async with asyncio.timeout(timeout):
+                for header in headers:
+                    await call.write(worker_pb2.Plan(header=header, body=worker_pb2.Body(term=term)))
+                while (message := await call.read()) is not grpc.aio.EOF:
+                    if any(outcome.seq == upto and outcome.last for outcome in message.plans):
+                        return
+            raise Unavailable(f"worker {self.address} closed its step stream before plan {upto} was finished")
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"worker {self.address} has not finished plan {upto} within {timeout:.0f} s"
+            ) from None
+        except grpc.aio.AioRpcError as error:
+            raise rpc.from_rpc_error(error, f"worker {self.address}") from None
+        finally:
+            call.cancel()
+
     def open_steps(self, on_outcome: Callable[[PlanOutcome], None], on_lost: Callable[[LockstepError], None]) -> None:
         """Opens the Steps stream; `on_lost` is called once if it ends."""
         self._outgoing = asyncio.Queue()
@@ -151,6 +191,26 @@ class WorkerGroup:
         data = write_header(header)
         for client, body in zip(self._clients, bodies, strict=True):
             client.send(data, body)
+
+
+def open_headers(attachments: Sequence[Attachment]) -> list[list[bytes]]:
+    """The headers that each rank lacks of the plans that some rank of its group has accepted, by seq (P6).
+
+    A scheduler that died between two sends of a fan-out leaves ranks inside a plan's collectives that the others never
+    got. Each of these, sent with an empty body, lets every rank come out at the same plan.
+    """
+    known: dict[int, bytes] = {}
+    for attachment in attachments:
+        for data in attachment.headers:
+            known[worker_pb2.Header.FromString(data).seq] = data
+    highest = max(attachment.accepted for attachment in attachments)
+    lacking = []
+    for attachment in attachments:
+        missing = range(attachment.accepted + 1, highest + 1)
+        if absent := [seq for seq in missing if seq not in known]:
+            raise Conflict(f"nobody has kept the headers of plans {absent}, which a rank lacks")
+        lacking.append([known[seq] for seq in missing])
+    return lacking
 
 
 def write_header(header: Header) -> bytes:

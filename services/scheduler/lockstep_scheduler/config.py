@@ -22,7 +22,9 @@ class SchedulerConfig:
     )
     shard_id: str = setting("", "name of this scheduler in the registry and in records (default: host name and port)")
     lockstep: str = setting(
-        "auto", "always: couple workers even if the model has no routed experts", choices=("auto", "always")
+        "auto",
+        "always: let several workers step together even if the model has no routed experts",
+        choices=("auto", "always"),
     )
     max_num_seqs: int = setting(64, "rows of each worker: choices that run at once on a DP rank")
     max_model_len: int = setting(0, "longest prompt and answer together (0: what the model and its KV cache allow)")

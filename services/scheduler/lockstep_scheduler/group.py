@@ -9,13 +9,15 @@ from collections.abc import Callable
 
 from lockstep_common.errors import ConfigError, Conflict, LockstepError
 from lockstep_common.steps import GroupConfig, PlanOutcome, WorkerFacts
-from lockstep_scheduler.client import WorkerClient, WorkerGroup
+from lockstep_scheduler.client import WorkerClient, WorkerGroup, open_headers
 from lockstep_scheduler.config import SchedulerConfig
 from lockstep_scheduler.loop import Group, StepLoop
 
 log = logging.getLogger(__name__)
 
 CONFIGURE_TIMEOUT = 300.0  # process groups, warm-up
+ATTACH_TIMEOUT = 5.0
+CLOSE_TIMEOUT = 30.0
 RETRY_SECONDS = (0.2, 0.5, 1.0, 2.0)
 
 
@@ -40,6 +42,8 @@ class GroupSupervisor:
             while True:
                 try:
                     group = await self._form()
+                except ConfigError:
+                    raise  # trying again does not help
                 except LockstepError as error:
                     delay = RETRY_SECONDS[min(attempt, len(RETRY_SECONDS) - 1)]
                     log.warning("the group does not form: %s; next try in %.1f s", error.message, delay)
@@ -71,8 +75,14 @@ class GroupSupervisor:
         self._epoch = max(self._epoch, *(epoch for epoch, _, _ in seen)) + 1
         self._term = max(self._term, *(term for _, term, _ in seen), 1)
         self._lost, self._why = asyncio.Event(), None
+        await self._close_open_plans([epoch for epoch, _, _ in seen])
         dp = len(self._clients)
         models = [facts for _, _, facts in seen]
+        if dp > 1 and config.lockstep == "auto" and not models[0].routed_experts:
+            raise ConfigError(
+                f"{models[0].model} has no routed experts, so workers gain nothing from stepping together: run one scheduler "
+                "for each worker, or couple them all the same with --lockstep always"
+            )
         max_rows = min(config.max_num_seqs, min(facts.max_rows for facts in models))
         max_model_len = min(facts.max_model_len for facts in models)
         if config.max_model_len > max_model_len:
@@ -107,6 +117,22 @@ class GroupSupervisor:
         for client in self._clients:
             client.open_steps(self._on_outcome, self.lose)
         return group
+
+    async def _close_open_plans(self, epochs: list[int]) -> None:
+        """Lets every rank come out of the plans that a scheduler before this one had sent to some of them only."""
+        if len(set(epochs)) > 1 or epochs[0] == 0:
+            return  # a worker is new: the old group is broken, and its collectives fail by themselves
+        attached = await asyncio.gather(
+            *(client.attach(epochs[0], self._term, ATTACH_TIMEOUT) for client in self._clients)
+        )
+        highest = max(a.accepted for a in attached)
+        await asyncio.gather(
+            *(
+                client.close_plans(self._term, headers, highest, CLOSE_TIMEOUT)
+                for client, headers in zip(self._clients, open_headers(attached), strict=True)
+                if headers
+            )
+        )
 
     def _agree(self, facts: list[WorkerFacts]) -> Group:
         hashes = {f.config_hash for f in facts}

@@ -22,8 +22,11 @@ from lockstep_bench.client import SchedulerSession, wait_serving
 from lockstep_bench.processes import HOST, Fleet, Process, free_port, http_get, parse_metrics, wait_http
 from lockstep_bench.sse import SseReader
 from lockstep_common.errors import LockstepError
+from tests.tiny_model import Shape
 
 Flags = Mapping[str, Any]
+ROOT = Path(__file__).parents[2]
+SCRIPTED = "tests.scripted_worker"
 START_S = 90.0
 GAP_LIMIT_S = 1.5  # a neighbour's token may come so late on a busy machine, but not later
 
@@ -61,7 +64,8 @@ class Service:
         return self.process
 
     def start(self) -> None:
-        self.process = self.fleet.python(self.name, "-m", self.module, "--port", self.port, *flag_words(self.flags))
+        words = ["-m", self.module, "--port", self.port, *flag_words(self.flags)]
+        self.process = self.fleet.python(self.name, *words, env={"PYTHONPATH": str(ROOT)})
 
 
 @dataclass
@@ -303,7 +307,7 @@ async def stack(
         schedulers = []
         for i in range(groups):
             own = workers[i * coupled : (i + 1) * coupled]
-            flags = {"workers": ",".join(w.address for w in own), "redis_url": "none", **(scheduler or {})}
+            flags = {"workers": ",".join(w.address for w in own), "redis_url": "none", "lockstep": "always", **(scheduler or {})}
             if coupled > 1:
                 flags["lockstep"] = "always"
             schedulers.append(_service(fleet, f"scheduler{i}", "lockstep_scheduler", flags))
@@ -339,9 +343,11 @@ def _service(fleet: Fleet, name: str, module: str, flags: Flags) -> Service:
 
 
 def _worker_flags(module: str, model: Path, extra: Flags | None) -> dict[str, Any]:
-    base: dict[str, Any] = (
-        {"model": model, "dtype": "float32", "device": "cpu", "threads": 1} if module == "lockstep_worker" else {}
-    )
+    """A real worker on one core; a scripted one that fits the tokenizer of the tiny model."""
+    base: dict[str, Any] = {"model": model, "dtype": "float32", "device": "cpu", "threads": 1}
+    if module == SCRIPTED:
+        shape = Shape()
+        base = {"served_model_name": model.name, "vocab_size": shape.vocab, "max_model_len": shape.max_model_len}
     return base | dict(extra or {})
 
 

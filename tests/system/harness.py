@@ -307,7 +307,7 @@ async def stack(
         schedulers = []
         for i in range(groups):
             own = workers[i * coupled : (i + 1) * coupled]
-            flags = {"workers": ",".join(w.address for w in own), "redis_url": "none", "lockstep": "always", **(scheduler or {})}
+            flags = {"workers": ",".join(w.address for w in own), "redis_url": "none", **(scheduler or {})}
             if coupled > 1:
                 flags["lockstep"] = "always"
             schedulers.append(_service(fleet, f"scheduler{i}", "lockstep_scheduler", flags))

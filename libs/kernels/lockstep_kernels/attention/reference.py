@@ -1,0 +1,25 @@
+"""What `attention` means: one sequence at a time, everything in float32."""
+
+from __future__ import annotations
+
+import torch
+
+from lockstep_kernels.attention.batch import PagedBatch
+
+
+def attention(q: torch.Tensor, cache: torch.Tensor, batch: PagedBatch, scale: float, out: torch.Tensor) -> None:
+    """See the public function."""
+    _, heads, width = q.shape
+    kv_heads = cache.shape[1]
+    first = 0
+    for i, (new, total) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
+        positions = torch.arange(total, device=q.device)
+        slots = batch.block_table[i, positions // batch.block_size] * batch.block_size + positions % batch.block_size
+        keys, values = cache[:, :, slots].float()
+        queries = q[first : first + new].float().view(new, kv_heads, heads // kv_heads, width)
+        scores = torch.einsum("tkgd,ksd->kgts", queries, keys) * scale
+        future = positions > positions[total - new :, None]
+        weights = torch.softmax(scores.masked_fill(future, -torch.inf), -1)
+        mixed = torch.einsum("kgts,ksd->tkgd", weights, values)
+        out[first : first + new] = mixed.reshape(new, heads * width).to(out.dtype)
+        first += new

@@ -1,0 +1,34 @@
+"""The gated half of a feed-forward layer: silu(x @ gate.T) * (x @ up.T)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lockstep_kernels.linear import Packed, linear, pack
+
+
+@dataclass(frozen=True, slots=True)
+class GateUp:
+    """Two packed weights [i, d]. Apart, as oneDNN fuses silu into the one and the product into the other."""
+
+    gate: Packed
+    up: Packed
+
+
+def pack_gate_up(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    gate_bias: torch.Tensor | None = None,
+    up_bias: torch.Tensor | None = None,
+) -> GateUp:
+    """Weights [i, d] and biases [i] for `swiglu`."""
+    if gate.shape != up.shape:
+        raise ValueError(f"gate has shape {tuple(gate.shape)}, up has {tuple(up.shape)}")
+    return GateUp(pack(gate, gate_bias), pack(up, up_bias))
+
+
+def swiglu(x: torch.Tensor, weight: GateUp) -> torch.Tensor:
+    """silu(x @ gate.T) * (x @ up.T) of x [T, d]: a new [T, i] of x's dtype. A row's bits do not depend on T."""
+    return linear(x, weight.up, times=linear(x, weight.gate, silu=True))

@@ -1,0 +1,70 @@
+"""The paged KV cache: groups of layers that keep the same things, blocks of token slots, block 0 the null block."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lockstep_common.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class KvSpec:
+    """What the layers of one KV group keep of each token: a key and a value for each head."""
+
+    kind: str  # "full": every position, paged
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def bytes_per_block(self, block_size: int) -> int:
+        """Bytes that one block takes over all layers of the group."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * block_size * self.dtype.itemsize
+
+
+class KvCache:
+    """The blocks of all groups on one device. Who owns which block is the scheduler's business.
+
+    A layer's cache is [2, kv_heads, num_blocks * block_size, head_dim], keys then values; slot block * block_size + i is
+    token i of a block. Heads come first because attention reads one head's tokens in a row. Everything starts as zero.
+    Block 0 is the null block: rows that must not write write there, and nothing reads it.
+    """
+
+    def __init__(
+        self, specs: Sequence[KvSpec], *, num_blocks: int, block_size: int, device: torch.device | str = "cpu"
+    ) -> None:
+        """Raises ConfigError if the sizes are not positive or the memory is not there."""
+        if num_blocks < 2 or block_size < 1:
+            raise ConfigError(
+                f"a KV cache of {num_blocks} blocks of {block_size} tokens has no room beside the null block"
+            )
+        self.specs = tuple(specs)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._groups = tuple(_allocate(spec, num_blocks, block_size, torch.device(device)) for spec in specs)
+
+    def layer(self, group: int, layer: int) -> torch.Tensor:
+        """The cache of one layer of a group: [2, kv_heads, num_blocks * block_size, head_dim], a view."""
+        return self._groups[group][layer].flatten(2, 3)
+
+    def zero(self, group: int, blocks: torch.Tensor) -> None:
+        """Fills `blocks` (int64) with zeros, in every layer."""
+        self._groups[group].index_fill_(3, blocks, 0)
+
+    def copy(self, group: int, src: torch.Tensor, dst: torch.Tensor) -> None:
+        """Copies block src[i] over block dst[i] (int64), in every layer; no block is both source and destination."""
+        cache = self._groups[group]
+        cache.index_copy_(3, dst, cache.index_select(3, src))
+
+
+def _allocate(spec: KvSpec, num_blocks: int, block_size: int, device: torch.device) -> torch.Tensor:
+    shape = (spec.layers, 2, spec.kv_heads, num_blocks, block_size, spec.head_dim)
+    try:
+        return torch.zeros(shape, dtype=spec.dtype, device=device)
+    except RuntimeError as error:
+        gib = math.prod(shape) * spec.dtype.itemsize / 2**30
+        raise ConfigError(f"no memory for a KV cache of {num_blocks} blocks ({gib:.1f} GiB): {error}") from None

@@ -1,0 +1,74 @@
+"""The models a worker can run, found by the `architectures` field of config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, Protocol
+
+import torch
+
+from lockstep_worker.inputs import StepInputs
+from lockstep_worker.kv import KvCache, KvSpec
+from lockstep_worker.models import llama
+from lockstep_worker.weights import Checkpoint, ConfigFile, Progress
+
+__all__ = ["ARCHITECTURES", "Model", "load_model"]
+
+
+class Model(Protocol):
+    """One model on one device. Rows, blocks and sampling are not its business."""
+
+    name: str  # its architecture
+    vocab_size: int
+    max_model_len: int
+    routed_experts: bool
+    config_hash: str  # equal on two workers exactly if config, dtype and the weights' headers are
+
+    def kv_specs(self) -> tuple[KvSpec, ...]:
+        """What each KV group keeps."""
+
+    def forward(self, inputs: StepInputs, kv: KvCache) -> torch.Tensor:
+        """Runs the layers over the T tokens of `inputs` and writes their KV.
+
+        Returns the hidden states [S, d] after the final norm, of inputs.logits_index only.
+        """
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[S, vocab_size] float32 of hidden states [S, d]."""
+
+
+Loader = Callable[[ConfigFile, Checkpoint, torch.dtype, torch.device, bool, Progress], Model]
+
+ARCHITECTURES: Final[dict[str, Loader]] = {
+    "LlamaForCausalLM": llama.load,
+    "MistralForCausalLM": llama.load,
+    "Qwen2ForCausalLM": llama.load,
+    "Qwen3ForCausalLM": llama.load,
+}
+
+
+def load_model(
+    path: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    deterministic: bool,
+    progress: Progress = lambda fraction: None,
+) -> Model:
+    """Loads a directory in Hugging Face's format.
+
+    `deterministic`: a row's bits depend neither on its batch, nor on chunking, nor on prefill against decode.
+    `progress` is called with the loaded fraction, 0 to 1. Raises ConfigError naming the file and the field at fault.
+    """
+    config = ConfigFile(path)
+    names = config.get("architectures")
+    if not isinstance(names, list) or len(names) != 1:
+        raise config.error("architectures", f"is {names!r}, expected a list of one name")
+    loader = ARCHITECTURES.get(names[0])
+    if loader is None:
+        raise config.error("architectures", f"names {names[0]!r}, which is not one of {', '.join(ARCHITECTURES)}")
+    if config.get("quantization_config") is not None:
+        raise config.error("quantization_config", "is set: quantised weights are not supported")
+    with Checkpoint(path) as checkpoint:
+        return loader(config, checkpoint, dtype, device, deterministic, progress)

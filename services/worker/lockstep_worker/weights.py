@@ -1,0 +1,198 @@
+"""Directories in Hugging Face's format: config.json and safetensors. Every error names the file and the field in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from lockstep_common.errors import ConfigError
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Progress = Callable[[float], None]  # told the loaded fraction, 0 to 1
+_HEADER_DTYPES = {"F64", "F32", "F16", "BF16"}
+
+
+class ConfigFile:
+    """config.json as checked values. A field that is null counts as missing."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises ConfigError if the file is missing or is not a JSON object."""
+        self.path = directory / CONFIG
+        self.values = read_json(self.path)
+
+    def get(self, field: str) -> Any:
+        """The value as it stands, None if missing."""
+        return self.values.get(field)
+
+    def integer(self, field: str, default: int | None = None) -> int:
+        """A positive integer."""
+        value = self._present(field, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.error(field, f"is {value!r}, expected a positive integer")
+        return value
+
+    def number(self, field: str, default: float | None = None) -> float:
+        """A positive number."""
+        return positive(self._present(field, default), lambda why: self.error(field, why))
+
+    def flag(self, field: str, default: bool | None = None) -> bool:
+        """True or false."""
+        value = self._present(field, default)
+        if not isinstance(value, bool):
+            raise self.error(field, f"is {value!r}, expected true or false")
+        return value
+
+    def error(self, field: str, why: str) -> ConfigError:
+        """The error that names this file and `field`."""
+        return ConfigError(f"{self.path}: {field} {why}", param=field)
+
+    def _present(self, field: str, default: Any) -> Any:
+        value = self.values.get(field)
+        if value is None:
+            value = default
+        if value is None:
+            raise self.error(field, "is missing")
+        return value
+
+
+def positive(value: Any, error: Callable[[str], ConfigError]) -> float:
+    """`value` as a float if it is a positive number; raises error(why) otherwise."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        raise error(f"is {value!r}, expected a positive number")
+    return float(value)
+
+
+class Checkpoint:
+    """The tensors of a directory: model.safetensors, or the shards that model.safetensors.index.json lists.
+
+    Files are mapped into memory, so a tensor is read when it is taken. Use as a context manager.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Reads the headers. Raises ConfigError naming the file, and the tensor if the index is at fault."""
+        self.directory = directory
+        self._stack = ExitStack()
+        self._files: dict[Path, Any] = {}
+        self._where: dict[str, Path] = {}
+        self._taken: set[str] = set()
+        try:
+            self._where = self._locate()
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._where
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The tensor `name` on CPU in `dtype`. Raises ConfigError if it is missing, misshapen or not floating point."""
+        path = self._where.get(name)
+        if path is None:
+            raise ConfigError(f"{self.directory}: tensor {name} is missing from the safetensors files", param=name)
+        header = self._files[path].get_slice(name)
+        if tuple(header.get_shape()) != shape:
+            found = list(header.get_shape())
+            raise ConfigError(f"{path}: tensor {name} has shape {found}, {CONFIG} implies {list(shape)}", param=name)
+        if header.get_dtype() not in _HEADER_DTYPES:
+            raise ConfigError(
+                f"{path}: tensor {name} has dtype {header.get_dtype()}, which is not supported", param=name
+            )
+        self._taken.add(name)
+        tensor: torch.Tensor = self._files[path].get_tensor(name)
+        return tensor.to(dtype)
+
+    def headers(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+        """(name, dtype, shape) of every tensor by name: the same for one file and for shards."""
+        for name in sorted(self._where):
+            header = self._files[self._where[name]].get_slice(name)
+            yield name, header.get_dtype(), tuple(header.get_shape())
+
+    def check_all_taken(self, ignored: tuple[str, ...] = ()) -> None:
+        """Raises ConfigError if a tensor was not used: then the model is not what its architecture says.
+
+        Names that end with one of `ignored` are passed over.
+        """
+        for name in sorted(self._where.keys() - self._taken):
+            if not name.endswith(ignored):
+                raise ConfigError(f"{self._where[name]}: tensor {name} is not part of the architecture", param=name)
+
+    def _locate(self) -> dict[str, Path]:
+        single, index = self.directory / SINGLE, self.directory / INDEX
+        if single.is_file():
+            return dict.fromkeys(self._open(single), single)
+        if not index.is_file():
+            raise ConfigError(f"{self.directory}: neither {SINGLE} nor {INDEX} is there; only safetensors are read")
+        entries = read_json(index).get("weight_map")
+        if not isinstance(entries, dict) or not all(isinstance(name, str) for name in entries.values()):
+            raise ConfigError(f"{index}: weight_map is missing or is not a map of file names", param="weight_map")
+        where = {}
+        for name, file in entries.items():
+            path = self.directory / Path(file).name
+            if path not in self._files:
+                self._open(path)
+            if name not in self._files[path].keys():  # noqa: SIM118 (a safetensors file, not a dict)
+                raise ConfigError(f"{index}: weight_map puts tensor {name} into {file}, which lacks it", param=name)
+            where[name] = path
+        return where
+
+    def _open(self, path: Path) -> list[str]:
+        try:
+            file = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{path}: cannot be read as safetensors: {error}") from None
+        self._files[path] = file
+        return list(file.keys())
+
+
+def read_json(path: Path) -> Mapping[str, Any]:
+    """The JSON object in a file; raises ConfigError naming it."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: holds no JSON object")
+    return value
+
+
+def resolve_dtype(name: str, directory: Path, device: torch.device) -> torch.dtype:
+    """The dtype to compute in: auto | float32 | bfloat16 | float16. "auto" is the checkpoint's, as far as the device has it.
+
+    float16 on CPU is refused: no CPU in common use multiplies it, and the emulation is a hundred times slower.
+    """
+    config = ConfigFile(directory)
+    if name != "auto":
+        if name not in DTYPES:
+            raise ConfigError(f"dtype {name!r} is not one of auto, {', '.join(DTYPES)}", param="dtype")
+        if name == "float16" and device.type == "cpu":
+            raise ConfigError(
+                "float16 is not computed on CPU (no arithmetic for it); use bfloat16 or float32", param="dtype"
+            )
+        return DTYPES[name]
+    field = "dtype" if config.get("dtype") is not None else "torch_dtype"
+    stored = config.get(field)
+    if stored is None:
+        stored = "float32"
+    if stored not in DTYPES:
+        raise config.error(field, f"is {stored!r}, expected one of {', '.join(DTYPES)}")
+    if device.type != "cpu" or stored == "float32":
+        return DTYPES[stored]
+    return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32

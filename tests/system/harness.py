@@ -64,7 +64,7 @@ class Service:
         return self.process
 
     def start(self) -> None:
-        words = ["-m", self.module, "--port", self.port, *flag_words(self.flags)]
+        words = ["-m", self.module, "--port", str(self.port), *flag_words(self.flags)]
         self.process = self.fleet.python(self.name, *words, env={"PYTHONPATH": str(ROOT)})
 
 
@@ -254,8 +254,8 @@ class Stack:
         return f"{HOST}:{self.grpc_port}"
 
     @asynccontextmanager
-    async def session(self, scheduler: int = 0) -> AsyncIterator[SchedulerSession]:
-        session = await SchedulerSession.open(self.schedulers[scheduler].address, timeout=START_S)
+    async def session(self, scheduler: int = 0, *, timeout: float = START_S) -> AsyncIterator[SchedulerSession]:
+        session = await SchedulerSession.open(self.schedulers[scheduler].address, timeout=timeout)
         try:
             yield session
         finally:

@@ -52,6 +52,7 @@ class Load:
     step: int
     ready: bool
     generation_tokens: int
+    prompt_tokens: int
     cached_tokens: int
     preemptions: int
     overrun_row_steps: int
@@ -288,6 +289,7 @@ class SchedulerSession:
             load.step,
             load.ready,
             load.generation_tokens,
+            load.prompt_tokens,
             load.cached_tokens,
             load.preemptions,
             load.overrun_row_steps,
@@ -346,10 +348,13 @@ async def serving(address: str, service: str = "", *, timeout: float = 2.0) -> b
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-async def wait_serving(address: str, service: str = "", *, timeout: float = 60.0) -> None:
-    """Returns once the health service says SERVING; DeadlineExceeded names the address."""
+async def wait_serving(
+    address: str, service: str = "", *, timeout: float = 60.0, check: Callable[[], None] = lambda: None
+) -> None:
+    """Returns once the health service says SERVING; DeadlineExceeded names the address. `check` may raise before."""
     deadline = time.monotonic() + timeout
     while not await serving(address, service):
+        check()
         if time.monotonic() > deadline:
             raise DeadlineExceeded(f"{address} is not serving {service or 'anything'} after {timeout:g} s")
         await asyncio.sleep(0.05)

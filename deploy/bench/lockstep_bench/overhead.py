@@ -119,7 +119,7 @@ async def _start(fleet: Fleet, case: Case, core: int) -> tuple[SchedulerSession,
         "--null-vocab-size", VOCAB, "--max-num-seqs", rows, "--max-model-len", MAX_MODEL_LEN, "--threads", 1,
         "--log-level", "WARNING", cores=[core],
     )  # fmt: skip
-    await wait_serving(f"{HOST}:{worker_port}", timeout=60)
+    await wait_serving(f"{HOST}:{worker_port}", check=worker.check)
     scheduler = fleet.python(
         "scheduler", "-m", "lockstep_scheduler", "--port", scheduler_port, "--workers", f"{HOST}:{worker_port}",
         "--redis-url", "none", "--max-num-seqs", rows, "--max-model-len", MAX_MODEL_LEN,

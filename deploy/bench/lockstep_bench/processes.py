@@ -73,7 +73,7 @@ class Process:
     def signal(self, number: int) -> None:
         self._popen.send_signal(number)
 
-    def stop(self, grace: float = 5.0) -> None:
+    def stop(self, grace: float = 8.0) -> None:
         """SIGTERM, then SIGKILL after `grace` seconds, to the process and what it started."""
         if self._popen.poll() is None:
             self._popen.send_signal(signal.SIGCONT)  # a stopped process takes no SIGTERM

@@ -73,7 +73,7 @@ async def _start(fleet: Fleet, directory: Path) -> int:
         "--redis-url", "none", "--model", directory, "--served-model-name", MODEL, "--log-level", "WARNING",
     )  # fmt: skip
     await asyncio.gather(
-        wait_serving(f"{HOST}:{worker_port}"),
+        wait_serving(f"{HOST}:{worker_port}", check=worker.check),
         wait_http(HOST, port, "/readyz", timeout=60, processes=(worker, scheduler, router)),
     )
     return port

@@ -1,0 +1,1 @@
+"""The REST front: OpenAI's interface and the operator's pages."""

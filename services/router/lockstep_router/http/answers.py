@@ -1,0 +1,107 @@
+"""Answers that take as long as their request lives: the generation is opened, consumed and closed in one place."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import Final
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from lockstep_common.errors import Cancelled, LockstepError
+from lockstep_router.http.errors import error_event
+from lockstep_router.http.schemas import DONE, PING, Shape, shape_of
+from lockstep_router.request import Request
+from lockstep_router.session import Generation, Sessions
+
+log = logging.getLogger(__name__)
+
+PING_SECONDS: Final = 5.0
+STALL_SECONDS: Final = 60.0  # a client that takes nothing for so long has gone
+
+_STREAM_HEADERS: Final = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class Answer(Response):
+    """The answer to a valid request, streamed or whole.
+
+    Headers are held until the schedulers have accepted the request, so a refusal is a real status code. If the client
+    goes away, the request is cancelled. Errors before the headers are raised, for the app's handlers to answer.
+    """
+
+    def __init__(self, sessions: Sessions, request: Request, *, arrival: float) -> None:
+        super().__init__()
+        self._sessions = sessions
+        self._request = request
+        self._arrival = arrival
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.closing(self._sessions.open(self._request, arrival=self._arrival)) as generation:
+            watch = asyncio.create_task(_cancel_when_gone(receive, generation))
+            try:
+                await generation.start()
+                shape = shape_of(self._request, self._sessions.vocabulary)
+                if self._request.stream:
+                    await self._stream(generation, shape, send)
+                else:
+                    body = shape.answer(await generation.finished(), generation.usage())
+                    await _send_whole(send, body)
+            finally:
+                watch.cancel()
+
+    async def _stream(self, generation: Generation, shape: Shape, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+        try:
+            await self._events(generation, shape, send)
+        except TimeoutError:
+            generation.fail(Cancelled("the client stopped reading"))
+        except Exception:
+            log.exception("request %s: writing its stream failed", self._request.id)
+            error = LockstepError("the router failed on this request's output")
+            generation.fail(error)
+            await _send_part(send, error_event(error) + DONE, more=False)
+
+    async def _events(self, generation: Generation, shape: Shape, send: Send) -> None:
+        continuous = self._request.continuous_usage
+        while True:
+            if not await generation.changed(PING_SECONDS):
+                await _send_part(send, PING)
+                continue
+            over = generation.over
+            usage = generation.usage() if continuous else None
+            data = b"".join([shape.events(index, delta, usage) for index, delta in generation.take()])
+            if over:
+                await _send_part(send, data + self._ending(generation, shape), more=False)
+                return
+            if data:
+                await _send_part(send, data)
+
+    def _ending(self, generation: Generation, shape: Shape) -> bytes:
+        if generation.error is not None:
+            return error_event(generation.error) + DONE
+        if self._request.include_usage:
+            return shape.usage_event(generation.usage()) + DONE
+        return DONE
+
+
+async def _send_part(send: Send, data: bytes, *, more: bool = True) -> None:
+    async with asyncio.timeout(STALL_SECONDS):
+        await send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+async def _send_whole(send: Send, body: bytes) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _cancel_when_gone(receive: Receive, generation: Generation) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    generation.fail(Cancelled("the client went away"))

@@ -1,0 +1,53 @@
+"""Which engine group gets a request: a pure function of the groups' loads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+TOKENS_PER_GRADE: Final = 256  # waiting work is compared in grades of so many prompt tokens
+
+
+@dataclass(frozen=True, slots=True)
+class GroupView:
+    """One group as placement sees it: its last snapshot, and what was sent to it that the snapshot cannot know yet."""
+
+    ready: bool
+    running: int = 0
+    waiting: int = 0
+    max_running: int = 1
+    waiting_uncached_tokens: int = 0
+    kv_usage: float = 0.0
+    sent_choices: int = 0
+    sent_tokens: int = 0
+
+    @property
+    def grade(self) -> int:
+        """Prompt work that a new request would wait behind."""
+        return (self.waiting_uncached_tokens + self.sent_tokens) // TOKENS_PER_GRADE
+
+    @property
+    def pressure(self) -> float:
+        """Share of the scarcer of rows and KV blocks that is taken or spoken for; above 1 requests queue."""
+        rows = (self.running + self.waiting + self.sent_choices) / max(self.max_running, 1)
+        return max(rows, self.kv_usage)
+
+
+def choose(groups: Sequence[GroupView], *, rotation: int) -> int | None:
+    """Index of the group for the next request; None if no group is ready.
+
+    Law: among the ready groups, one with the least (grade, pressure). Of several equal ones the first at or after index
+    `rotation % len(groups)`, cyclically, so that a caller who counts `rotation` up spreads equal requests evenly even
+    before the first snapshot shows them.
+    """
+    count = len(groups)
+    best: int | None = None
+    for step in range(count):
+        index = (rotation + step) % count
+        group = groups[index]
+        if group.ready and (
+            best is None or (group.grade, group.pressure) < (groups[best].grade, groups[best].pressure)
+        ):
+            best = index
+    return best

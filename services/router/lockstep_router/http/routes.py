@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
@@ -144,13 +145,39 @@ async def _body(request: Request) -> dict[str, Any]:
             parts.append(part)
     except ClientDisconnect:
         raise Cancelled("the client went away") from None
+    return parse_body(b"".join(parts))
+
+
+def parse_body(data: bytes) -> dict[str, Any]:
+    """A body as a JSON object; InvalidRequest says what is wrong with it."""
     try:
-        value = orjson.loads(b"".join(parts))
+        value = orjson.loads(data)
     except orjson.JSONDecodeError as error:
+        if path := _lone_surrogate(data):
+            raise InvalidRequest(f"{path} holds a lone surrogate (half of a UTF-16 pair)", param=path) from None
         raise InvalidRequest(f"the body is not valid JSON: {str(error)[:200]}") from None
     if not isinstance(value, dict):
         raise InvalidRequest("the body must be a JSON object")
     return value
+
+
+def _lone_surrogate(data: bytes) -> str:
+    """Where in a body the first escaped half of a UTF-16 pair stands; empty if that is not what is wrong with it."""
+    if b"\\ud" not in data.lower():
+        return ""
+    try:
+        places = [("", json.loads(data))]
+    except (ValueError, RecursionError):
+        return ""
+    while places:
+        path, value = places.pop()
+        if isinstance(value, str) and any("\ud800" <= char <= "\udfff" for char in value):
+            return path or "the body"
+        if isinstance(value, dict):
+            places += [(f"{path}.{key[:64]}" if path else key[:64], item) for key, item in value.items()]
+        elif isinstance(value, list):
+            places += [(f"{path}[{i}]", item) for i, item in enumerate(value)]
+    return ""
 
 
 def _too_large() -> InvalidRequest:

@@ -152,7 +152,9 @@ async def test_worker_that_dies_at_a_token_and_one_that_hangs(model: Path) -> No
         stream = await s.rest.stream("/v1/completions", completion(s, [1, 2, 3], 50))
         assert_failed_in_band(stream)
         assert time.monotonic() - began < 10
-        assert not await s.rest.ready()
+        await until_red(s.rest, time.monotonic())
+        await asyncio.sleep(1.5)
+        assert not await s.rest.ready(), "a worker that hangs was taken up again"
 
 
 async def test_fault_of_one_row_ends_that_request_only(model: Path) -> None:

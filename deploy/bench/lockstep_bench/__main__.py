@@ -21,7 +21,7 @@ from lockstep_cli import models
 from lockstep_cli.progress import ProgressDisplay
 from lockstep_common.errors import LockstepError
 
-_console = Console()
+_console = Console(width=None if sys.stdout.isatty() else 200)
 _errors = Console(stderr=True)
 
 

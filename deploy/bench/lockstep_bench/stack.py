@@ -62,7 +62,7 @@ async def _start(fleet: Fleet, directory: Path) -> int:
     worker_port, scheduler_port, port = free_port(), free_port(), free_port()
     worker = fleet.python(
         "worker", "-m", "lockstep_worker", "--port", worker_port, "--null-step-ms", 0, "--null-vocab-size", VOCAB,
-        "--served-model-name", MODEL, "--max-model-len", MAX_MODEL_LEN, "--threads", 1, "--log-level", "WARNING",
+        "--served-model-name", MODEL, "--null-max-model-len", MAX_MODEL_LEN, "--threads", 1, "--log-level", "WARNING",
     )  # fmt: skip
     scheduler = fleet.python(
         "scheduler", "-m", "lockstep_scheduler", "--port", scheduler_port, "--workers", f"{HOST}:{worker_port}",

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 
 from lockstep_common.errors import LockstepError, Unavailable
 from lockstep_common.steps import GroupConfig, Plan, WorkerFacts
-from lockstep_worker.protocol import Coalescer, Engine, PlanLog
+from lockstep_worker.protocol import Coalescer, Engine, GroupLost, PlanLog
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +74,11 @@ class Driver:
             self._jobs.put(job)
         return answer
 
+    def report(self, message: str) -> None:
+        """Shows a message (of a step that takes too long) until the next plan has run; from any thread."""
+        log.error("%s", message)
+        self._enter(self.state, message)
+
     def stop(self, timeout_s: float) -> bool:
         """Ends the thread after the plans already submitted; False if it was still busy when the time was over."""
         self._jobs.put(None)
@@ -86,10 +91,16 @@ class Driver:
             self.loaded = 1.0
             self._enter(State.WAITING, "loaded, waiting for a scheduler")
             while (job := self._jobs.get()) is not None:
-                if isinstance(job, Plan):
-                    self._run(job)
-                else:
+                if not isinstance(job, Plan):
                     job()
+                    continue
+                try:
+                    self._run(job)
+                except GroupLost as error:
+                    log.error("%s; waiting to be configured again", error.message)
+                    self.group = None
+                    self.plans.close()
+                    self._enter(State.WAITING, error.message)
             self._engine.close()
         except BaseException as error:
             log.exception("the engine failed")
@@ -131,6 +142,8 @@ class Driver:
                 self.plans.record(coalescer.flush(self.plans.turnaround(plan.header.seq, coalescer.notice_ns)))
                 self.changed()
         self._free_ns = time.perf_counter_ns()
+        if self.message:
+            self._enter(State.READY, "")
 
     def _enter(self, state: State, message: str) -> None:
         self.state, self.message = state, message

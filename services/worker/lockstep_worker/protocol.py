@@ -19,7 +19,7 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from lockstep_common.errors import Conflict, InvalidRequest
+from lockstep_common.errors import Conflict, InvalidRequest, Unavailable
 from lockstep_common.steps import (
     FLAG_SHIFT,
     NO_F32,
@@ -56,6 +56,10 @@ class StepResult:
     faults: tuple[tuple[int, str], ...] = ()
 
 
+class GroupLost(Unavailable):
+    """The engine's group broke; the engine itself is well and waits to be configured again."""
+
+
 class Engine(Protocol):
     """Runs plans. All methods are called by one thread, in this order: load, (configure, run*)*, close."""
 
@@ -68,7 +72,10 @@ class Engine(Protocol):
         ...
 
     def run(self, plan: Plan) -> Iterator[StepResult]:
-        """Applies the body and runs the plan's steps, one result each, in order. An exception here is the engine's end."""
+        """Applies the body and runs the plan's steps, one result each, in order.
+
+        GroupLost: the plan was cut because another worker is gone. Any other exception is the engine's end.
+        """
         ...
 
     def close(self) -> None: ...

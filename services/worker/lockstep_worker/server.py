@@ -87,6 +87,8 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
                 watcher.set()
             if now[0] == State.FAILED:
                 self._end_owner(self._failure())
+            elif now[0] == State.WAITING:
+                self._end_owner(Unavailable(f"this worker left its group: {now[1]}"))
             self.on_state(now[0])
 
     def _failure(self) -> LockstepError:

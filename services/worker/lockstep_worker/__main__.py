@@ -1,0 +1,132 @@
+"""`python -m lockstep_worker`: loads a model and serves worker.proto until SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from lockstep_common import config, logs, rpc
+from lockstep_common.errors import ConfigError
+from lockstep_worker import memory
+from lockstep_worker.config import WorkerConfig
+from lockstep_worker.driver import Driver
+from lockstep_worker.metrics import expose
+from lockstep_worker.models import Model, load_model
+from lockstep_worker.null import NullModel, NullSampler
+from lockstep_worker.protocol import PlanLog
+from lockstep_worker.runner import Loaded, Runner
+from lockstep_worker.sampling import TokenSampler
+from lockstep_worker.server import serve
+from lockstep_worker.weights import ConfigFile
+
+log = logging.getLogger("lockstep_worker")
+
+_SWITCH_S = 0.0005  # how long a thread may keep the others from the interpreter; plans must not wait for 5 ms
+
+
+def main() -> None:
+    settings = config.load(WorkerConfig, prog="lockstep-worker", env_prefix="LOCKSTEP_WORKER_")
+    logs.setup("worker", settings.log_level)
+    sys.setswitchinterval(_SWITCH_S)
+    security = rpc.Security(settings.tls_cert, settings.tls_key, settings.tls_ca, settings.internal_token)
+    runner = Runner(
+        lambda progress: load(settings, progress),
+        collective_deadline_s=settings.collective_deadline_s,
+        reform_timeout_s=settings.reform_timeout_s,
+    )
+    driver = Driver(runner, PlanLog())
+    runner.report = driver.report
+    if settings.metrics_port:
+        expose(driver, settings.host, settings.metrics_port)
+    try:
+        code = asyncio.run(serve(driver, f"{settings.host}:{settings.port}", security))
+    except ConfigError as error:
+        sys.exit(f"lockstep-worker: {error.message}")
+    sys.exit(code)
+
+
+def load(settings: WorkerConfig, progress: Callable[[float, str], None]) -> Loaded:
+    """The model that the settings name, and the sizes that fit beside it. ConfigError says what cannot be."""
+    device = choose_device(settings.device)
+    deterministic = settings.deterministic == "on" or (settings.deterministic == "auto" and device.type == "cpu")
+    torch.manual_seed(settings.seed)
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    model: Model
+    if settings.null_step_ms >= 0:
+        torch.set_num_threads(settings.threads or 1)
+        dtype = torch.float32
+        model = NullModel(
+            settings.null_step_ms,
+            vocab_size=settings.null_vocab_size,
+            max_model_len=settings.null_max_model_len,
+            device=device,
+        )
+    else:
+        path = Path(settings.model).expanduser()
+        dtype = choose_dtype(settings.dtype, declared_dtype(path), device)
+        log.info("loading %s as %s on %s", path, dtype, device)
+        model = load_model(
+            path,
+            dtype=dtype,
+            device=device,
+            deterministic=deterministic,
+            progress=lambda share: progress(share, f"loading {settings.name}: {share:.0%}"),
+        )
+    max_model_len = settings.max_model_len or model.max_model_len
+    if max_model_len > model.max_model_len:
+        raise ConfigError(f"max_model_len {max_model_len} is above the model's {model.max_model_len}")
+    return Loaded(
+        model=model,
+        make_sampler=(lambda rows: NullSampler()) if settings.null_step_ms >= 0 else TokenSampler,
+        name=settings.name,
+        dtype=str(dtype).removeprefix("torch."),
+        device=device,
+        deterministic=deterministic,
+        max_rows=settings.max_num_seqs,
+        max_model_len=max_model_len,
+        block_size=settings.block_size,
+        num_blocks=memory.num_blocks(
+            model.kv_specs(),
+            block_size=settings.block_size,
+            max_rows=settings.max_num_seqs,
+            max_model_len=max_model_len,
+            memory_gb=settings.kv_cache_memory_gb,
+            device=device,
+        ),
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device cuda: torch finds no CUDA device")
+    return torch.device("cuda", 0) if name != "cpu" and torch.cuda.is_available() else torch.device("cpu")
+
+
+def declared_dtype(path: Path) -> str:
+    """What the model's config.json says its weights are; empty if it does not."""
+    file = ConfigFile(path)
+    return str(file.get("dtype") or file.get("torch_dtype") or "")
+
+
+def choose_dtype(name: str, declared: str, device: torch.device) -> torch.dtype:
+    """The dtype of weights and activations; auto: as declared, on a CPU float16 becomes bfloat16."""
+    if name == "auto":
+        name = declared or "bfloat16"
+        if device.type == "cpu" and name == "float16":
+            name = "bfloat16"
+    if device.type == "cpu" and name == "float16":
+        raise ConfigError("float16 on a CPU: CPUs have no float16 arithmetic; use bfloat16 or float32")
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in dtypes:
+        raise ConfigError(f"dtype {name} of config.json is not one of {', '.join(dtypes)}: give --dtype")
+    return dtypes[name]
+
+
+if __name__ == "__main__":
+    main()

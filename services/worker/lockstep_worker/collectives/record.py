@@ -1,0 +1,65 @@
+"""Every collective has an id and is recorded, so that a group that stands still can say where."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+_KEPT: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveId:
+    """The same on all ranks: plan, step within it, and number of the collective within the step."""
+
+    seq: int
+    step: int
+    index: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.name} (plan {self.seq}, step {self.step}, collective {self.index})"
+
+    @property
+    def key(self) -> str:
+        return f"{self.seq}.{self.step}.{self.index}.{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    id: CollectiveId
+    start_s: float
+    seconds: float
+
+
+class Recorder:
+    """The collective that is open now and the last ones before it. Written by the step thread, read by the watchdog."""
+
+    def __init__(self) -> None:
+        self._open: tuple[CollectiveId, float] | None = None
+        self._done: deque[Record] = deque(maxlen=_KEPT)
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def during(self, collective: CollectiveId) -> Iterator[None]:
+        start_s = time.monotonic()
+        self._open = (collective, start_s)
+        try:
+            yield
+        finally:
+            self._open = None
+            with self._lock:
+                self._done.append(Record(collective, start_s, time.monotonic() - start_s))
+
+    def waiting(self) -> tuple[CollectiveId, float] | None:
+        """The open collective and when it began, on time.monotonic; None if there is none."""
+        return self._open
+
+    def history(self) -> list[Record]:
+        with self._lock:
+            return list(self._done)

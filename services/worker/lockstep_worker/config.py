@@ -1,0 +1,72 @@
+"""Settings of a worker process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep_common.config import setting
+from lockstep_common.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """Runs the steps of one GPU (or CPU): rows, KV cache, model, sampling."""
+
+    host: str = setting("127.0.0.1", "address to listen on")
+    port: int = setting(7001, "port to listen on; 0: any (it is in the log)")
+    metrics_port: int = setting(0, "port of Prometheus metrics; 0: off")
+    log_level: str = setting("INFO", "least severe level to log")
+
+    model: str = setting("", "directory of the model in Hugging Face format", metavar="DIR")
+    served_model_name: str = setting("", "name of the model; default: its directory's", metavar="NAME")
+    dtype: str = setting("auto", "of weights and activations", choices=("auto", "float32", "bfloat16", "float16"))
+    device: str = setting("auto", "auto: CUDA if there is one", choices=("auto", "cpu", "cuda"))
+    deterministic: str = setting(
+        "auto", "a row's bits do not depend on its batch; auto: on the CPU", choices=("auto", "on", "off")
+    )
+    threads: int = setting(0, "CPU threads of an operation; 0: all cores")
+    seed: int = setting(0, "of what is not seeded by a request (random weights)")
+
+    max_num_seqs: int = setting(64, "rows: choices that run at once")
+    max_model_len: int = setting(0, "tokens of a sequence; 0: the model's", metavar="LEN")
+    max_num_batched_tokens: int = setting(2048, "tokens of a prefill pass")
+    block_size: int = setting(16, "tokens of a KV block")
+    kv_cache_memory_gb: float = setting(
+        0.0,
+        "memory of the KV cache; 0: on CUDA 90 % of what is free, on the CPU enough for all rows, at most a quarter",
+    )
+
+    collective_deadline_s: float = setting(10.0, "after so long a collective is reported with the ranks it misses")
+    reform_timeout_s: float = setting(60.0, "after so long a collective, or forming a group, is given up")
+
+    null_step_ms: float = setting(-1.0, "at least 0: no model; forward and sampling are a wait of so long")
+    null_vocab_size: int = setting(32000, "vocabulary of the null model")
+    null_max_model_len: int = setting(8192, "tokens of a sequence of the null model")
+
+    tls_cert: str = setting("", "PEM certificate of this server", metavar="FILE")
+    tls_key: str = setting("", "PEM key of the certificate", metavar="FILE")
+    tls_ca: str = setting("", "PEM authority that callers' certificates must come from", metavar="FILE")
+    internal_token: str = setting("", "token that callers must send", secret=True)
+
+    def __post_init__(self) -> None:
+        if self.null_step_ms < 0:
+            if not self.model:
+                raise ConfigError("which model? give --model DIR (or --null-step-ms for a worker without one)")
+            if not Path(self.model).expanduser().is_dir():
+                raise ConfigError(f"--model {self.model}: no such directory")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1")
+        for name in ("max_model_len", "kv_cache_memory_gb", "threads"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative")
+        if not 0 < self.collective_deadline_s < self.reform_timeout_s:
+            raise ConfigError("collective_deadline_s must be positive and below reform_timeout_s")
+
+    @property
+    def name(self) -> str:
+        """What the model is called."""
+        if self.served_model_name:
+            return self.served_model_name
+        return Path(self.model).expanduser().resolve().name if self.model else "null"

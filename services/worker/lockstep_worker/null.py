@@ -1,0 +1,75 @@
+"""The timed null model: rows, tables, inputs and outcomes are real, forward and sampling are a wait of a set duration."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+import torch
+
+from lockstep_worker.inputs import StepInputs
+from lockstep_worker.kv import KvCache, KvSpec
+from lockstep_worker.sampling import Sampled, SamplingBatch
+
+_SPIN_NS: Final = 100_000  # sleeps end late by about half of this
+
+
+class NullModel:
+    """A model whose forward pass takes `step_ms` and computes nothing."""
+
+    name = "null"
+    routed_experts = False
+
+    def __init__(self, step_ms: float, *, vocab_size: int, max_model_len: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.config_hash = f"null-{step_ms:g}ms-{vocab_size}-{max_model_len}"
+        self._step_ns = round(step_ms * 1e6)
+        self._nothing = torch.zeros(0, 0, device=device)
+
+    def kv_specs(self) -> tuple[KvSpec, ...]:
+        return (KvSpec(kind="full", layers=1, kv_heads=1, head_dim=8, dtype=torch.float32),)
+
+    def forward(self, inputs: StepInputs, kv: KvCache) -> torch.Tensor:
+        wait_until(time.perf_counter_ns() + self._step_ns)
+        return self._nothing
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+class NullSampler:
+    """Samples the smallest id that is none of the row's stop ids."""
+
+    def __init__(self) -> None:
+        self._batch: SamplingBatch | None = None
+        self._sampled = Sampled(torch.zeros(0, dtype=torch.int64))
+
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch, positions: torch.Tensor) -> Sampled:
+        if batch is not self._batch:  # the same for all steps of a batch
+            self._batch, self._sampled = batch, self._constant(batch, positions.device)
+        return self._sampled
+
+    def _constant(self, batch: SamplingBatch, device: torch.device) -> Sampled:
+        if batch.stop_ids is None:
+            tokens = torch.zeros(batch.size, dtype=torch.int64, device=device)
+        else:
+            candidates = torch.arange(batch.stop_ids.shape[1] + 1, device=device)
+            taken = (batch.stop_ids[:, :, None] == candidates).any(1)
+            tokens = taken.to(torch.uint8).argmin(1)
+        if (wanted := batch.wanted) is None:
+            return Sampled(tokens)
+        tops = tuple(
+            (torch.arange(n, device=device).expand(len(rows), n), torch.zeros(len(rows), n, device=device))
+            for n, rows in wanted.tops
+        )
+        return Sampled(tokens, logprobs=torch.zeros(len(wanted.rows), device=device), tops=tops)
+
+
+def wait_until(end_ns: int) -> None:
+    """Returns at `end_ns` of time.perf_counter_ns: sleeps, and spins only at the end."""
+    remaining = end_ns - time.perf_counter_ns()
+    if remaining > _SPIN_NS:
+        time.sleep((remaining - _SPIN_NS) / 1e9)
+    while time.perf_counter_ns() < end_ns:
+        pass

@@ -35,8 +35,17 @@ async def serve(settings: SchedulerConfig) -> None:
         ledger: NoLedger | RedisLedger = NoLedger()
     else:
         ledger = RedisLedger(settings.redis_url, settings.name, settings.ledger_ttl)
-    loop = StepLoop(loop_settings(settings), clock, ledger, lambda batch: service.emit(batch))
-    service = SchedulerService(loop, ledger, clock, shard_id=settings.name, grace=settings.session_grace)
+    running = asyncio.get_running_loop()
+    loop: StepLoop = StepLoop(
+        loop_settings(settings),
+        clock,
+        ledger,
+        emit=lambda batch: service.emit(batch),
+        defer=lambda seconds: void(running.call_later(seconds, loop.advance)),
+    )
+    service: SchedulerService = SchedulerService(
+        loop, ledger, clock, shard_id=settings.name, grace=settings.session_grace
+    )
 
     server = rpc.make_server(settings.security)
     health = rpc.Health(server, SERVICE)
@@ -79,6 +88,10 @@ async def serve(settings: SchedulerConfig) -> None:
     if isinstance(ledger, RedisLedger):
         await ledger.close()
     await server.stop(1.0)
+
+
+def void(_: object) -> None:
+    """For callbacks that return nothing."""
 
 
 def loop_settings(settings: SchedulerConfig) -> Settings:

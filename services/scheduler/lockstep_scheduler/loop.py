@@ -2,8 +2,11 @@
 
 `advance` is the loop, one turn per event (an outcome, a new request, a timer). It is synchronous and never waits: plans
 leave through `Workers.send`, outcomes and requests come in as calls, events leave through `emit`, the ledger takes its
-batches off the loop. Late commit (P2): at most one plan waits at the workers behind the running one, and it is composed when
-at most `lead_steps` steps of the running one remain.
+batches off the loop.
+
+Late commit (P2): at most one plan waits at the workers behind the running one. It is composed when at most `lead_steps` steps
+of the running one remain, and then only as early as it must be to arrive in time: what is left of the running plan, less the
+measured turnaround, is given to requests that may still come (`_hold`).
 """
 
 from __future__ import annotations
@@ -36,6 +39,10 @@ from lockstep_scheduler.booking import Booked, EventBatch, book, end_event, even
 from lockstep_scheduler.plan import Limits, RankState, Waiting
 from lockstep_scheduler.request import Choice, End, Phase, Request, Slots
 from lockstep_scheduler.vote import Point, Position, Rules, agree, point, rules_for
+
+TURNAROUND_GUESS = 0.002
+LONGEST_TURNAROUND = 0.050
+SHORTEST_HOLD = 0.001  # a timer costs more than it gains
 
 
 class Workers(Protocol):
@@ -124,10 +131,22 @@ class InFlight:
     complete: list[bool]
     notice: int
     sent: float
+    reported: float  # when it started or last reported, as far as known here
+    behind: bool = False  # sent while another plan ran: the device should not have waited for it
+    hold: float = 0.0  # when the plan behind it is composed; 0 undecided
+    held: float = 0.0  # seconds that this took away from the turnaround that the workers measure
 
 
 class StepLoop:
-    def __init__(self, settings: Settings, clock: Clock, ledger: Ledger, emit: Callable[[EventBatch], None]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        clock: Clock,
+        ledger: Ledger,
+        emit: Callable[[EventBatch], None],
+        defer: Callable[[float], None] | None = None,
+    ) -> None:
+        """`defer(seconds)` calls `advance` after so many seconds; without it every plan is composed as soon as it may be."""
         self.settings = settings
         self.stats = Stats()
         self.waiting = Waiting()
@@ -136,6 +155,7 @@ class StepLoop:
         self._clock = clock
         self._ledger = ledger
         self._emit = emit
+        self._defer = defer
         self._requests: dict[str, Request] = {}  # all that are not over, and those over less than `grace` ago
         self._expiry: deque[tuple[float, str]] = deque()
         self._arrivals = 0
@@ -145,7 +165,8 @@ class StepLoop:
         self._last_booked = 0.0
         self.step_seconds = 0.0
         self.lead_steps = 1
-        self._turnaround = 0.002  # a guess that the first notices correct
+        self._turnaround = TURNAROUND_GUESS
+        self._prefill_seconds = 0.0  # a prompt token, while it is prefilled
 
     # -- the loop -------------------------------------------------------------------------------------------------------
 
@@ -173,19 +194,40 @@ class StepLoop:
         for batch in events(booked, self.slots, errors):
             self._emit(batch)
         flight.progress[rank.index] = outcome.first + outcome.steps
+        flight.reported = self._last_booked
         if outcome.last:
             flight.complete[rank.index] = True
             self._settle(rank, outcome.seq)
             while self._inflight and all(self._inflight[0].complete):
                 self._inflight.popleft()
+                if self._inflight:
+                    self._inflight[0].reported = self._last_booked  # it has just begun
         self.advance()
 
     def _due(self) -> bool:
-        """P2: nothing in flight, or one plan with at most `lead_steps` steps to go."""
+        """P2: nothing in flight, or one plan with at most `lead_steps` steps to go, as late as is safe."""
         if not self._inflight:
             return True
         running = self._inflight[0]
-        return len(self._inflight) == 1 and running.header.k - min(running.progress) <= self.lead_steps
+        remaining = running.header.k - min(running.progress)
+        if len(self._inflight) > 1 or remaining > self.lead_steps:
+            return False
+        return self._hold(running, remaining)
+
+    def _hold(self, running: InFlight, remaining: int) -> bool:
+        """True if the next plan must be composed now; else the loop turns again when it must."""
+        now = self._clock.now()
+        if running.hold == 0.0:
+            step = self.step_seconds
+            if running.header.kind is Kind.PREFILL:
+                step = self._prefill_seconds * sum(running.header.micro_chunks)
+            running.hold = running.reported + remaining * step - self._turnaround - self._margin
+            if self._defer is None or running.hold - now < SHORTEST_HOLD:
+                running.hold = now
+            else:
+                running.held = running.hold - now
+                self._defer(running.held)
+        return now >= running.hold
 
     def _draft(self) -> plan.Draft | None:
         """What could be prefilled; None between vote points, where nobody asks."""
@@ -200,7 +242,7 @@ class StepLoop:
         now = self._clock.now()
         notice = max(0, header.k - self.lead_steps) if header.kind is Kind.DECODE else 0
         bodies: list[Body] = []
-        flight = InFlight(header, [], [], [], [], notice, now)
+        flight = InFlight(header, [], [], [], [], notice, sent=now, reported=now)
         for position, rank in enumerate(self.ranks):
             common = {"seq": header.seq, "term": self.group.term, "ack": self._ledger.acked}  # type: ignore[union-attr]
             if header.kind is Kind.PREFILL:
@@ -224,6 +266,7 @@ class StepLoop:
         if not any(flight.rows):
             raise AssertionError(f"plan {header.seq} ({header.kind.name}) is empty though work is pending")
         self._seq = header.seq
+        flight.behind = bool(self._inflight)
         self._inflight.append(flight)
         self.stats.plans[header.kind.name.lower()] += 1
         self.workers.send(header, bodies)
@@ -509,24 +552,37 @@ class StepLoop:
                 stats.placeholder_steps += outcome.steps
             if outcome.step_ns and outcome.steps:
                 self._measure_step(outcome.step_ns * 1e-9)
+        elif outcome.step_ns:
+            a_token = outcome.step_ns * 1e-9 / max(1, sum(flight.header.micro_chunks))
+            known = self._prefill_seconds
+            self._prefill_seconds = min(a_token, known * 1.05) if known else a_token  # rather too short than too long
         if outcome.turnaround_ns:
             turnaround = outcome.turnaround_ns * 1e-9
-            weight = 0.5 if turnaround > self._turnaround else 0.05  # be early rather than late
-            self._turnaround += weight * (turnaround - self._turnaround)
             stats.lead_seconds += (flight.header.k - flight.notice) * self.step_seconds - turnaround
             stats.leads += 1
-            self._set_lead()
+            self._measure_turnaround(turnaround - flight.held)
+        elif outcome.idle_ns and outcome.first == 0 and flight.behind:
+            self._measure_turnaround(self._turnaround + outcome.idle_ns * 1e-9)
 
     def _measure_step(self, seconds: float) -> None:
         self.step_seconds += (0.2 if self.step_seconds else 1.0) * (seconds - self.step_seconds)
         self._set_lead()
         self._set_rules()
 
+    def _measure_turnaround(self, seconds: float) -> None:
+        """Be early rather than late: a longer turnaround counts at once, a shorter one by and by."""
+        seconds = min(max(seconds, 0.0), LONGEST_TURNAROUND)
+        self._turnaround += (0.5 if seconds > self._turnaround else 0.05) * (seconds - self._turnaround)
+        self._set_lead()
+
+    @property
+    def _margin(self) -> float:
+        return 0.0005 + 0.25 * self._turnaround
+
     def _set_lead(self) -> None:
         """L of P2: how many steps before the end the next plan must be composed, so that it arrives in time."""
         if self.step_seconds > 0:
-            margin = 0.0005 + 0.25 * self._turnaround
-            self.lead_steps = max(1, math.ceil((self._turnaround + margin) / self.step_seconds))
+            self.lead_steps = max(1, math.ceil((self._turnaround + self._margin) / self.step_seconds))
 
     def _set_rules(self) -> None:
         settings = self.settings

@@ -19,8 +19,8 @@ from lockstep_worker.metrics import expose
 from lockstep_worker.models import Model, load_model
 from lockstep_worker.null import NullModel, NullSampler
 from lockstep_worker.protocol import PlanLog
-from lockstep_worker.runner import Loaded, Runner
-from lockstep_worker.sampling import TokenSampler
+from lockstep_worker.runner import Loaded, Mark, Runner, cuda_mark
+from lockstep_worker.sampling import Sampler, SamplingRows, TokenSampler
 from lockstep_worker.server import serve
 from lockstep_worker.weights import ConfigFile
 
@@ -58,15 +58,18 @@ def load(settings: WorkerConfig, progress: Callable[[float, str], None]) -> Load
     if settings.threads:
         torch.set_num_threads(settings.threads)
     model: Model
+    make_sampler: Callable[[SamplingRows], Sampler]
+    mark: Callable[[], Mark] | None
     if settings.null_step_ms >= 0:
         torch.set_num_threads(settings.threads or 1)
         dtype = torch.float32
-        model = NullModel(
+        model = null = NullModel(
             settings.null_step_ms,
             vocab_size=settings.null_vocab_size,
             max_model_len=settings.null_max_model_len,
             device=device,
         )
+        make_sampler, mark = (lambda rows: NullSampler()), (null.mark if settings.null_step_ms else None)
     else:
         path = Path(settings.model).expanduser()
         dtype = choose_dtype(settings.dtype, declared_dtype(path), device)
@@ -78,12 +81,13 @@ def load(settings: WorkerConfig, progress: Callable[[float, str], None]) -> Load
             deterministic=deterministic,
             progress=lambda share: progress(share, f"loading {settings.name}: {share:.0%}"),
         )
+        make_sampler, mark = TokenSampler, (cuda_mark if device.type == "cuda" else None)
     max_model_len = settings.max_model_len or model.max_model_len
     if max_model_len > model.max_model_len:
         raise ConfigError(f"max_model_len {max_model_len} is above the model's {model.max_model_len}")
     return Loaded(
         model=model,
-        make_sampler=(lambda rows: NullSampler()) if settings.null_step_ms >= 0 else TokenSampler,
+        make_sampler=make_sampler,
         name=settings.name,
         dtype=str(dtype).removeprefix("torch."),
         device=device,
@@ -99,6 +103,7 @@ def load(settings: WorkerConfig, progress: Callable[[float, str], None]) -> Load
             memory_gb=settings.kv_cache_memory_gb,
             device=device,
         ),
+        mark=mark,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Final
 
 import torch
 
@@ -11,11 +10,24 @@ from lockstep_worker.inputs import StepInputs
 from lockstep_worker.kv import KvCache, KvSpec
 from lockstep_worker.sampling import Sampled, SamplingBatch
 
-_SPIN_NS: Final = 100_000  # sleeps end late by about half of this
+
+class DeviceTime:
+    """A point in the null device's time."""
+
+    def __init__(self, at_ns: int) -> None:
+        self._at_ns = at_ns
+
+    def synchronize(self) -> None:
+        if (remaining := self._at_ns - time.perf_counter_ns()) > 0:
+            time.sleep(remaining / 1e9)
 
 
 class NullModel:
-    """A model whose forward pass takes `step_ms` and computes nothing."""
+    """A model whose forward pass takes `step_ms` of an asynchronous device and computes nothing.
+
+    As on a GPU, `forward` only queues: a step begins when the device is free and the host has asked for it, so a host that is
+    ahead costs nothing, and one that is late shows as idle time. With 0 ms nothing is ever waited for.
+    """
 
     name = "null"
     routed_experts = False
@@ -25,17 +37,22 @@ class NullModel:
         self.max_model_len = max_model_len
         self.config_hash = f"null-{step_ms:g}ms-{vocab_size}-{max_model_len}"
         self._step_ns = round(step_ms * 1e6)
+        self._busy_until_ns = 0
         self._nothing = torch.zeros(0, 0, device=device)
 
     def kv_specs(self) -> tuple[KvSpec, ...]:
         return (KvSpec(kind="full", layers=1, kv_heads=1, head_dim=8, dtype=torch.float32),)
 
     def forward(self, inputs: StepInputs, kv: KvCache) -> torch.Tensor:
-        wait_until(time.perf_counter_ns() + self._step_ns)
+        self._busy_until_ns = max(self._busy_until_ns, time.perf_counter_ns()) + self._step_ns
         return self._nothing
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden
+
+    def mark(self) -> DeviceTime:
+        """The end of the steps queued so far."""
+        return DeviceTime(self._busy_until_ns)
 
 
 class NullSampler:
@@ -64,12 +81,3 @@ class NullSampler:
             for n, rows in wanted.tops
         )
         return Sampled(tokens, logprobs=torch.zeros(len(wanted.rows), device=device), tops=tops)
-
-
-def wait_until(end_ns: int) -> None:
-    """Returns at `end_ns` of time.perf_counter_ns: sleeps, and spins only at the end."""
-    remaining = end_ns - time.perf_counter_ns()
-    if remaining > _SPIN_NS:
-        time.sleep((remaining - _SPIN_NS) / 1e9)
-    while time.perf_counter_ns() < end_ns:
-        pass

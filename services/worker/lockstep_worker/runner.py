@@ -12,7 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -47,12 +47,24 @@ log = logging.getLogger(__name__)
 
 NOT_FINITE: Final = "the model's logits were not finite (NaN or infinity)"
 _WARM_UP_TOKENS: Final = 32
-_CUDA_LAG: Final = 1  # results are read so many steps late, so that the device never waits for the host
+_LAG: Final = 1  # results of an asynchronous device are read so many steps late, so that it never waits for the host
+
+
+class Mark(Protocol):
+    """A point in an asynchronous device's work."""
+
+    def synchronize(self) -> None:
+        """Returns when the device has come to it."""
+        ...
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model, where it runs, and the room it has. `make_sampler` gets the sampling state of the rows."""
+    """A model, where it runs, and the room it has.
+
+    `make_sampler` gets the sampling state of the rows. `mark` marks the end of the work queued so far on an asynchronous device;
+    None: operations are done when they return.
+    """
 
     model: Model
     make_sampler: Callable[[SamplingRows], Sampler]
@@ -64,6 +76,13 @@ class Loaded:
     max_model_len: int
     block_size: int
     num_blocks: int
+    mark: Callable[[], Mark] | None = None
+
+
+def cuda_mark() -> Mark:
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +93,7 @@ class _InFlight:
     words: torch.Tensor
     logprobs: torch.Tensor | None
     tops: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    event: torch.cuda.Event | None
+    ready: Mark | None
 
 
 class Runner:
@@ -101,7 +120,7 @@ class Runner:
     def load(self, progress: Callable[[float, str], None]) -> WorkerFacts:
         with torch.inference_mode():
             self._loaded = self._load(progress)
-        self._lag = _CUDA_LAG if self._loaded.device.type == "cuda" else 0
+        self._lag = 0 if self._loaded.mark is None else _LAG
         return self._facts(self._loaded.num_blocks)
 
     def configure(self, group: GroupConfig) -> WorkerFacts:
@@ -187,7 +206,6 @@ class Runner:
     # Copy out
 
     def _copy_out(self, batch: Batch, words: torch.Tensor, sampled: Sampled) -> None:
-        event = None
         logprobs, tops = sampled.logprobs, sampled.tops
         if words.device.type == "cuda":
             words = words.to("cpu", non_blocking=True)
@@ -195,16 +213,15 @@ class Runner:
             tops = tuple(
                 (ids.to("cpu", non_blocking=True), values.to("cpu", non_blocking=True)) for ids, values in tops
             )
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-        self._in_flight.append(_InFlight(batch, words, logprobs, tops, event))
+        mark = self._loaded.mark
+        self._in_flight.append(_InFlight(batch, words, logprobs, tops, None if mark is None else mark()))
 
     def _read(self, lag: int) -> Iterator[StepResult]:
         """The results of all steps but the last `lag`."""
         while len(self._in_flight) > lag:
             step = self._in_flight.popleft()
-            if step.event is not None:
-                step.event.synchronize()
+            if step.ready is not None:
+                step.ready.synchronize()
             yield self._result(step)
 
     def _result(self, step: _InFlight) -> StepResult:

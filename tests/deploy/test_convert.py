@@ -103,7 +103,7 @@ def convert(tmp_path: Path, tensors: Weights, dtype: str = "bfloat16", **changes
     target = tmp_path / "out"
     target.mkdir()
     source = write_gguf(tmp_path / "tiny.gguf", tensors, **changes)
-    convert_gguf(source, target, dtype, lambda fraction: None)  # type: ignore[arg-type]
+    convert_gguf(source, target, dtype, {"temperature": 0.2}, lambda fraction: None)  # type: ignore[arg-type]
     return target
 
 
@@ -125,7 +125,8 @@ def test_weights_and_config(tmp_path: Path, dtype: torch.dtype) -> None:
         HEAD_DIM,
         len(VOCABULARY),
     )
-    assert json.loads((target / "generation_config.json").read_text())["eos_token_id"] == 2
+    generation = json.loads((target / "generation_config.json").read_text())
+    assert generation == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2, "temperature": 0.2}
     assert (target / "chat_template.jinja").read_text() == TEMPLATE
 
 
@@ -197,7 +198,7 @@ def test_what_is_no_gguf_file_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(b"hello, this is no model at all")
     with pytest.raises(ConfigError, match=r"x\.gguf"):
-        convert_gguf(path, tmp_path, "bfloat16", lambda fraction: None)
+        convert_gguf(path, tmp_path, "bfloat16", {}, lambda fraction: None)
 
 
 def test_bfloat16_rounds_as_torch_does() -> None:

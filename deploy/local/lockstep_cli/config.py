@@ -43,7 +43,7 @@ class UpConfig:
     kv_cache_memory_gb: float = setting(0.0, "KV cache of a worker; 0: a sensible share of the memory", metavar="GB")
     threads: int = setting(0, "CPU threads of a worker; 0: the cores divided by the workers", metavar="N")
     vote_interval_ms: float = setting(40.0, "how often running requests make room for waiting ones", metavar="MS")
-    seed: int = setting(0, "of requests that bring none", metavar="N")
+    seed: int = setting(-1, "of the generator that gives requests without a seed theirs; -1: a random one", metavar="N")
     redis_url: str = setting("", "redis://..., or none (default: a private Valkey)", metavar="URL")
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(8000, "of the REST interface; 0: any free one")

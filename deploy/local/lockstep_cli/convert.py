@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,9 +44,16 @@ _LAYER_NAMES = {
 
 
 def convert_gguf(
-    source: Path, target: Path, dtype: Literal["bfloat16", "float32"], progress: Callable[[float], None]
+    source: Path,
+    target: Path,
+    dtype: Literal["bfloat16", "float32"],
+    generation: Mapping[str, float | bool],
+    progress: Callable[[float], None],
 ) -> None:
-    """Writes the model of the GGUF file `source` into the directory `target`; ConfigError names the field at fault."""
+    """Writes the model of the GGUF file `source` into the directory `target`; ConfigError names the field at fault.
+
+    `generation` goes into generation_config.json beside the special tokens: default sampling values.
+    """
     try:
         reader = GGUFReader(source)
     except ValueError as error:
@@ -56,7 +63,8 @@ def convert_gguf(
     _write_weights(reader, fields, config, target / "model.safetensors", dtype, progress)
     _write_json(target / "config.json", config)
     special = {"bos_token_id", "eos_token_id", "pad_token_id"}
-    _write_json(target / "generation_config.json", {key: value for key, value in config.items() if key in special})
+    ids = {key: value for key, value in config.items() if key in special}
+    _write_json(target / "generation_config.json", {**ids, **generation})
     _write_tokenizer(fields, target)
 
 

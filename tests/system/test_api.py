@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 
 from lockstep_bench.processes import HOST
-from tests.system.harness import Probe, Reply, Stack, gather_in_order, stack
+from tests.system.harness import SCRIPTED, Probe, Reply, Stack, gather_in_order, stack
 from tests.tiny_model import Shape, make_tiny_model, special_ids
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -197,13 +197,11 @@ async def test_context_border(s: Stack) -> None:
 async def test_engine_with_a_small_pool(tmp_path: Path) -> None:
     """The limit that the pool imposes is the one that admission, the message and /v1/models name; one request may use it all."""
     model = make_tiny_model(tmp_path / "tiny")
-    block_bytes = 2 * SHAPE.layers * SHAPE.kv_heads * (SHAPE.hidden // SHAPE.heads) * 4 * 16
-    async with stack(
-        model, worker={"kv_cache_memory_gb": f"{11 * block_bytes / 2**30:.9f}"}, router={"served_model_name": "tiny"}
-    ) as small:
+    blocks = 11
+    async with stack(model, worker_module=SCRIPTED, worker={"num_blocks": blocks}) as small:
         [card] = (await small.rest.get("/v1/models")).body["data"]
         limit = card["max_model_len"]
-        assert 16 <= limit <= 11 * 16
+        assert 16 * (blocks - 2) <= limit < 16 * blocks  # one is the null block
         refused = await small.rest.post(COMPLETIONS, completion(small, [5] * (limit + 20)))
         assert refused.status == 400 and str(limit) in refused.error["message"]
         assert await one(small, completion(small, [5] * 10))

@@ -171,6 +171,7 @@ async def test_choices_of_one_request(model: Path) -> None:
 async def check_doors(s: Stack, model: Path, reference: list[Answer]) -> None:
     """REST and gRPC, streamed and plain, give the reference's tokens, text and logprobs."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    compared = 0
     for (prompt, sampling), expected in zip(jobs(), reference, strict=True):
         tokens, logprobs = expected.tokens[0], expected.logprobs[0]
         text = tokenizer.decode(list(tokens), skip_special_tokens=True)
@@ -182,13 +183,16 @@ async def check_doors(s: Stack, model: Path, reference: list[Answer]) -> None:
         assert streamed.done and streamed.status == 200
         assert streamed.finishes() == [choice["finish_reason"]] == list(expected.ends)
         assert streamed.text() == choice["text"], "plain is the fold of the stream"
-        assert choice["text"] == text
+        if not tokenizer.decode(prompt).endswith("\ufffd"):  # else the first token may complete the prompt's character
+            assert choice["text"] == text
+            compared += 1
         assert streamed.usage["completion_tokens"] == plain.body["usage"]["completion_tokens"] == len(tokens)
         from_stream = [v for c in streamed.choices() if c.get("logprobs") for v in c["logprobs"]["token_logprobs"]]
         assert from_stream == choice["logprobs"]["token_logprobs"]
         assert from_stream == pytest.approx(logprobs, abs=1e-6)
         grpc_tokens, grpc_logprobs, reason = await generate(s, prompt, sampling)
         assert (tuple(grpc_tokens), tuple(grpc_logprobs), reason) == (tokens, logprobs, expected.ends[0])
+    assert compared >= len(reference) // 2
 
 
 def rest_body(model: str, prompt: list[int], s: Sampling) -> dict[str, Any]:

@@ -73,8 +73,8 @@ class Up:
             except (FileNotFoundError, ProcessLookupError):
                 continue
             if parent == self.process.pid:
-                module = command[2].decode() if command[1:2] == [b"-m"] else Path(command[0].decode()).name
-                found[module] = int(stat.parent.name)
+                name = (stat.parent / "comm").read_text().strip()
+                found[command[2].decode() if command[1:2] == [b"-m"] else name] = int(stat.parent.name)
         return found
 
     def ask(self, **more: Any) -> dict[str, Any]:

@@ -129,11 +129,9 @@ async def _start(fleet: Fleet, case: Case, core: int) -> tuple[SchedulerSession,
         "--prefill-attempt-interval", case.window, "--prefill-any-attempt-interval", 2 * case.window,
         "--max-window", case.window, "--metrics-port", metrics_port, "--log-level", "WARNING", cores=[core],
     )  # fmt: skip
-    try:
-        session = await SchedulerSession.open(f"{HOST}:{scheduler_port}", timeout=60)
-    except LockstepError:
-        fleet.check()
-        raise
+    address = f"{HOST}:{scheduler_port}"
+    await wait_serving(address, "lockstep.v1.Scheduler", check=fleet.check)
+    session = await SchedulerSession.open(address, timeout=60)
     return session, Meter(session, scheduler, worker), metrics_port
 
 

@@ -19,9 +19,11 @@ FLAGS = {
         worker_timeout load_timeout session_grace redis_url ledger_ttl model""",
     ("lockstep_worker.config", "WorkerConfig"): f"""{SERVICE}
         model served_model_name dtype device max_num_seqs max_model_len max_num_batched_tokens block_size
-        kv_cache_memory_gb deterministic threads seed null_step_ms null_vocab_size""",
+        kv_cache_memory_gb deterministic threads seed collective_deadline_s reform_timeout_s null_step_ms null_vocab_size
+        null_max_model_len""",
     ("lockstep_router.config", "RouterConfig"): f"""{SERVICE}
-        grpc_port schedulers redis_url model served_model_name api_key seed""",
+        grpc_port schedulers redis_url model served_model_name api_key seed accept_timeout reconnect_timeout
+        drain_timeout""",
 }
 
 

@@ -211,6 +211,8 @@ def test_two_coupled_ranks_give_the_same_answer_and_die_with_their_supervisor(up
 def test_a_model_that_cannot_be_loaded_ends_it_with_the_workers_words(up: Callable[..., Up], home: Path) -> None:
     folder = home / "no-model"
     folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
+        (folder / name).symlink_to(models.directory_of(models.DEFAULT_MODEL) / name)
     (folder / "config.json").write_text('{"model_type": "unheard-of"}')
     running = up(str(folder))
     assert running.process.wait(START_S) == 1

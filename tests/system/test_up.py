@@ -213,10 +213,10 @@ def test_a_model_that_cannot_be_loaded_ends_it_with_the_workers_words(up: Callab
     folder.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
         (folder / name).symlink_to(models.directory_of(models.DEFAULT_MODEL) / name)
-    (folder / "config.json").write_text('{"model_type": "unheard-of"}')
+    (folder / "config.json").write_text('{"architectures": ["UnheardOf"], "model_type": "unheard-of"}')
     running = up(str(folder))
     assert running.process.wait(START_S) == 1
-    running.wait_for("unheard-of", 5)
+    running.wait_for("UnheardOf", 5)
     shutil.rmtree(folder)
     nothing_left(running, [])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -51,6 +52,7 @@ def _on_sigterm(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _up(argv: Sequence[str]) -> int:
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else it tells on our terminal of every process that ends
     from lockstep_cli.up import run
 
     return run(argv)

@@ -1,0 +1,252 @@
+"""A model for tests whose logits are a function of what it finds in the KV cache, and a driver of runners over it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from lockstep_common.steps import (
+    AddRow,
+    Body,
+    Flag,
+    GroupConfig,
+    Header,
+    Kind,
+    Plan,
+    PrefillPass,
+    Sampling,
+    TableWrite,
+    unpack_words,
+)
+from lockstep_worker.inputs import StepInputs
+from lockstep_worker.kv import KvCache, KvSpec
+from lockstep_worker.protocol import StepResult
+from lockstep_worker.runner import Loaded, Mark, Runner
+from lockstep_worker.sampling import TokenSampler
+
+torch.set_num_threads(1)  # tiny operations
+
+VOCAB = 50
+BLOCK = 4
+MAX_LEN = 64
+ROWS = 6
+BLOCKS_A_ROW = MAX_LEN // BLOCK
+BLOCKS = 1 + ROWS * BLOCKS_A_ROW
+CPU = torch.device("cpu")
+
+Logits = Callable[[tuple[int, ...]], np.ndarray]
+
+
+def hashed_logits(history: tuple[int, ...]) -> np.ndarray:
+    """Well separated logits that depend on every token of the history."""
+    seed = zlib.crc32(np.array(history, np.int64).tobytes())
+    return np.random.default_rng(seed).standard_normal(VOCAB).astype(np.float32) * 4
+
+
+class ToyModel:
+    """Keeps token + 1 as key and the position as value; its logits are a function of the tokens read back."""
+
+    name = "toy"
+    vocab_size = VOCAB
+    max_model_len = MAX_LEN
+    routed_experts = False
+    config_hash = "toy"
+
+    def __init__(self, logits_of: Logits = hashed_logits) -> None:
+        self.logits_of = logits_of
+        self.passes: list[tuple[Kind, int]] = []  # kind and tokens of each forward pass
+
+    def kv_specs(self) -> tuple[KvSpec, ...]:
+        return (KvSpec(kind="full", layers=1, kv_heads=1, head_dim=1, dtype=torch.float32),)
+
+    def forward(self, inputs: StepInputs, kv: KvCache) -> torch.Tensor:
+        self.passes.append((inputs.kind, len(inputs.token_ids)))
+        layer = kv.layer(0, 0)
+        layer[0, 0, inputs.slots[0], 0] = (inputs.token_ids + 1).float()
+        layer[1, 0, inputs.slots[0], 0] = inputs.positions.float()
+        wanted = set(inputs.logits_index.tolist())
+        rows = []
+        for i, (count, length) in enumerate(zip(inputs.query_lens, inputs.host_seq_lens, strict=True)):
+            last = int(inputs.query_starts[i]) + count - 1
+            assert int(inputs.seq_lens[i]) == length <= inputs.max_seq_len
+            if last in wanted:
+                rows.append(self.logits_of(self._history(layer, inputs.block_tables[0][i], length, kv.block_size)))
+        return torch.from_numpy(np.stack(rows)) if rows else torch.zeros(0, VOCAB)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+    @staticmethod
+    def _history(layer: torch.Tensor, table: torch.Tensor, length: int, block_size: int) -> tuple[int, ...]:
+        positions = torch.arange(length)
+        slots = table[positions // block_size] * block_size + positions % block_size
+        return tuple((layer[0, 0, slots, 0] - 1).int().tolist())
+
+
+class InstantMark:
+    def synchronize(self) -> None:
+        pass
+
+
+def make_runner(model: ToyModel, *, lag: bool = False, max_rows: int = ROWS) -> Runner:
+    """A configured runner; `lag`: as on an asynchronous device, results are read a step late."""
+    mark: Callable[[], Mark] | None = InstantMark if lag else None
+    loaded = Loaded(model, TokenSampler, "toy", "float32", CPU, True, max_rows, MAX_LEN, BLOCK, BLOCKS, mark)
+    runner = Runner(lambda progress: loaded)
+    runner.load(lambda share, message: None)
+    runner.configure(GroupConfig(1, 1, 0, 0, 0, 1, 1, "", 0, max_rows, MAX_LEN, 32, 8, BLOCKS))
+    model.passes.clear()
+    return runner
+
+
+@dataclass
+class Choice:
+    """A request's choice as the driver sees it."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling = field(default_factory=Sampling)
+    limit: int = 0
+    choice: int = 0
+    output: list[int] = field(default_factory=list)
+    end: Flag = field(default_factory=lambda: Flag(0))
+    fault: str = ""
+    fresh: bool = True  # has not sampled since it was added
+    logprobs: list[float] = field(default_factory=list)
+    tops: list[tuple[tuple[int, ...], tuple[float, ...]]] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return (*self.prompt, *self.output)
+
+
+class PlanDriver:
+    """Feeds a runner plans the way a scheduler does: each row has blocks of its own, appended as needed."""
+
+    def __init__(self, runner: Runner, *, window: int = 4) -> None:
+        self.runner = runner
+        self.window = window
+        self.rows: dict[int, Choice] = {}
+        self._blocks: dict[int, int] = {}
+        self._seq = 0
+        self._removes: list[int] = []
+
+    def add(self, choices: dict[int, Choice], *, chunk: int = 1000) -> None:
+        """Adds rows and prefills them, in passes of at most `chunk` tokens a row."""
+        adds = []
+        for row, choice in choices.items():
+            choice.fresh = True
+            count = -(-len(choice.tokens) // BLOCK)
+            self._blocks[row] = count
+            adds.append(
+                AddRow(
+                    row=row,
+                    request_id=f"r{row}",
+                    choice=choice.choice,
+                    prompt_len=len(choice.prompt),
+                    tokens=u32(choice.tokens),
+                    computed=0,
+                    blocks=(u32(self.blocks_of(row, 0, count)),),
+                    sampling=choice.sampling,
+                    limit=choice.limit or MAX_LEN,
+                )
+            )
+        self.rows.update(choices)
+        longest = max(len(choice.tokens) for choice in choices.values())
+        passes = []
+        for start in range(0, longest, chunk):
+            chunks = [
+                (r, start, min(chunk, len(c.tokens) - start)) for r, c in choices.items() if len(c.tokens) > start
+            ]
+            passes.append(PrefillPass(*(u32(column) for column in zip(*chunks, strict=True))))
+        removes, self._removes = u32(self._removes), []
+        body = Body(1, 0, removes=removes, adds=tuple(adds), passes=tuple(passes))
+        micro = tuple(int(p.counts.sum()) for p in passes)
+        self._book(self.runner.run(self._plan(Kind.PREFILL, 1, body, micro)))
+
+    def decode(self, rows: Iterable[int] | None = None) -> None:
+        """One window over the rows (default: all that run)."""
+        listed = sorted(self.running() if rows is None else rows)
+        writes: list[tuple[int, int, int]] = []
+        for row in listed:
+            need = -(-min(len(self.rows[row].tokens) + self.window, MAX_LEN) // BLOCK)
+            if need > self._blocks[row]:
+                writes.append((row, self._blocks[row], need - self._blocks[row]))
+                self._blocks[row] = need
+        blocks = [b for row, start, count in writes for b in self.blocks_of(row, start, count)]
+        tables = (table_write(writes, blocks),) if writes else ()
+        removes, self._removes = u32(self._removes), []
+        body = Body(1, 0, removes=removes, rows=u32(listed), table_writes=tables, zeroes=(u32(blocks),))
+        self._book(self.runner.run(self._plan(Kind.DECODE, self.window, body)))
+
+    def remove(self, row: int) -> Choice:
+        """Removes a row with the next plan."""
+        self._removes.append(row)
+        return self.rows.pop(row)
+
+    def running(self) -> list[int]:
+        return [row for row, choice in self.rows.items() if not choice.end]
+
+    def finish(self) -> None:
+        while self.running():
+            self.decode()
+
+    @staticmethod
+    def blocks_of(row: int, start: int, count: int) -> list[int]:
+        return [1 + row * BLOCKS_A_ROW + start + i for i in range(count)]
+
+    def _plan(self, kind: Kind, k: int, body: Body, micro: tuple[int, ...] = ()) -> Plan:
+        self._seq += 1
+        return Plan(Header(1, self._seq, kind, 0, k, micro_chunks=micro), body)
+
+    def _book(self, results: Iterable[StepResult]) -> None:
+        for result in results:
+            tokens, rows, flags = unpack_words(result.words)
+            faults = dict(result.faults)
+            for i, (token, row, flag) in enumerate(zip(tokens.tolist(), rows.tolist(), flags.tolist(), strict=True)):
+                choice = self.rows[row]
+                assert not choice.end, f"row {row} went on after its end"
+                assert bool(flag & Flag.FIRST) == choice.fresh, f"row {row}: flag FIRST"
+                choice.fresh = False
+                choice.end = Flag(flag) & Flag.END
+                if flag & Flag.FAULT:
+                    choice.fault = faults[row]
+                else:
+                    choice.output.append(token)
+                    if choice.sampling.logprobs >= 0:
+                        assert result.logprobs is not None
+                        choice.logprobs.append(float(result.logprobs[i]))
+                        choice.tops.append(top_of(result, i))
+
+
+def top_of(result: StepResult, word: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    if result.top is None:
+        return (), ()
+    starts = np.cumsum(result.top.counts) - result.top.counts
+    for index, start, count in zip(result.top.index, starts, result.top.counts, strict=True):
+        if index == word:
+            return tuple(result.top.ids[start : start + count].tolist()), tuple(
+                result.top.values[start : start + count].tolist()
+            )
+    return (), ()
+
+
+def table_write(writes: list[tuple[int, int, int]], blocks: list[int]) -> TableWrite:
+    """A write of group 0 from (row, start, count) triples."""
+    rows, starts, counts = (u32(column) for column in zip(*writes, strict=True))
+    return TableWrite(0, rows, starts, counts, u32(blocks))
+
+
+def u32(values: Iterable[int]) -> np.ndarray:
+    return np.array(list(values), np.uint32)
+
+
+def solo(model: ToyModel, choice: Choice, *, window: int = 4, row: int = 0, lag: bool = False) -> Choice:
+    """The choice run alone to its end."""
+    driver = PlanDriver(make_runner(model, lag=lag), window=window)
+    driver.add({row: choice})
+    driver.finish()
+    return choice

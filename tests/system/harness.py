@@ -124,7 +124,7 @@ class Rest:
         self.port = port
         self.url = f"http://{HOST}:{port}"
         self._http = httpx.AsyncClient(
-            base_url=self.url, headers=headers, timeout=60, limits=httpx.Limits(max_connections=256), trust_env=False
+            base_url=self.url, headers=headers, timeout=240, limits=httpx.Limits(max_connections=256), trust_env=False
         )
 
     async def close(self) -> None:

@@ -77,9 +77,8 @@ async def test_one_budget_of_attempts_and_the_first_cause_is_told() -> None:
         for i in range(session_module.MAX_ATTEMPTS + 2)
     ]
     router = make_router(*links)
-    with contextlib.closing(await opened(router)) as generation:
-        with pytest.raises(Overloaded, match="full"):
-            await generation.start()
+    with contextlib.closing(await opened(router)) as generation, pytest.raises(Overloaded, match="full"):
+        await generation.start()
     assert sum(len(link.submissions) for link in links) == session_module.MAX_ATTEMPTS
     assert router.metric("lockstep_requests_total", outcome="refused") == 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ from tests.unit.router.build import BOS, TURN_END, byte_level, sentencepiece
 TOKENIZERS = [byte_level, sentencepiece]
 
 
-def pieces(tokenizer: Tokenizer, tokens: list[int], cuts: list[int], **options: bool) -> list[str]:
+def pieces(tokenizer: Tokenizer, tokens: list[int], cuts: list[int], **options: Any) -> list[str]:
     """The deltas when `tokens` come in pieces of the given sizes (the last size repeats)."""
     detokenizer = Detokenizer(tokenizer.vocabulary, **options)
     out, start, number = [], 0, 0

@@ -31,15 +31,15 @@ def num_blocks(
     """Blocks of the KV cache with the null block; logs what went where. ConfigError if not even one sequence fits."""
     per_block = sum(spec.bytes_per_block(block_size) for spec in specs)
     free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else _host_memory()
+    needed = 1 + -(-max_model_len // block_size)
     per_row = -(-min(max_model_len, _TOKENS_A_ROW) // block_size)
     if memory_gb:
         blocks, why = int(memory_gb * GIB) // per_block, f"{memory_gb:g} GiB as set"
     elif device.type == "cuda":
         blocks, why = int(free * _CUDA_SHARE) // per_block, f"{_CUDA_SHARE:.0%} of what is free"
     else:
-        blocks = min(1 + max_rows * per_row, total // 4 // per_block)
+        blocks = min(max(needed, 1 + max_rows * per_row), total // 4 // per_block)
         why = f"{max_rows} rows of {min(max_model_len, _TOKENS_A_ROW)} tokens, at most a quarter of the memory"
-    needed = 1 + -(-max_model_len // block_size)
     if blocks < needed:
         raise ConfigError(
             f"the KV cache has room for {max(0, blocks - 1) * block_size} tokens ({why}), less than max_model_len "

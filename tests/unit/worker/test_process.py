@@ -1,0 +1,126 @@
+"""What a worker process decides before it serves: dtype, device, memory; and the watchdog's report."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep_common.errors import ConfigError
+from lockstep_worker.__main__ import choose_device, choose_dtype, load
+from lockstep_worker.collectives import CollectiveId, Recorder
+from lockstep_worker.collectives.watchdog import Watchdog
+from lockstep_worker.config import WorkerConfig
+from lockstep_worker.kv import KvSpec
+from lockstep_worker.memory import num_blocks
+from lockstep_worker.null import NullModel, NullSampler
+from lockstep_worker.sampling import SamplingBatch
+
+CPU = torch.device("cpu")
+SPEC = KvSpec(kind="full", layers=2, kv_heads=1, head_dim=4, dtype=torch.float32)  # 1 KiB a block of 16
+
+
+def test_float16_on_a_cpu_says_why_not() -> None:
+    with pytest.raises(ConfigError, match="CPUs have no float16 arithmetic; use bfloat16 or float32"):
+        choose_dtype("float16", "float32", CPU)
+    assert choose_dtype("auto", "float16", CPU) == torch.bfloat16
+    assert choose_dtype("auto", "float16", torch.device("cuda")) == torch.float16
+    assert choose_dtype("auto", "float32", CPU) == torch.float32
+    assert choose_dtype("auto", "", CPU) == torch.bfloat16
+    with pytest.raises(ConfigError, match="dtype int8"):
+        choose_dtype("auto", "int8", CPU)
+
+
+def test_cuda_must_be_there_if_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto") == choose_device("cpu") == CPU
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        choose_device("cuda")
+
+
+def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    for wrong, message in (
+        ({}, "which model"),
+        ({"model": str(tmp_path / "none")}, "no such directory"),
+        ({"null_step_ms": 0.0, "max_num_seqs": 0}, "max_num_seqs"),
+        ({"null_step_ms": 0.0, "threads": -1}, "threads"),
+        ({"null_step_ms": 0.0, "collective_deadline_s": 90.0}, "collective_deadline_s"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            WorkerConfig(**wrong)
+    assert WorkerConfig(model=str(tmp_path)).name == tmp_path.name
+    with pytest.raises(ConfigError, match="above the model's"):
+        load(WorkerConfig(null_step_ms=0.0, max_model_len=10_000), lambda share, message: None)
+
+
+def test_memory_of_the_kv_cache() -> None:
+    def blocks(memory_gb: float, max_model_len: int = 64, max_rows: int = 4) -> int:
+        return num_blocks(
+            [SPEC], block_size=16, max_rows=max_rows, max_model_len=max_model_len, memory_gb=memory_gb, device=CPU
+        )
+
+    assert blocks(0) == 1 + 4 * 4
+    assert blocks(0, max_model_len=4096) == 1 + 4 * 128
+    assert blocks(0, max_model_len=4096, max_rows=1) == 1 + 256, "one whole sequence at least"
+    assert blocks(0.001) == int(0.001 * 2**30) // 1024
+    with pytest.raises(ConfigError, match="raise kv_cache_memory_gb"):
+        blocks(0.000002)
+
+
+class Board:
+    def __init__(self) -> None:
+        self.posts: dict[int, str] = {}
+
+    def post(self, rank: int, waiting_in: str) -> None:
+        self.posts[rank] = waiting_in
+
+    def read(self, rank: int) -> str:
+        return self.posts.get(rank, "")
+
+
+def test_a_collective_past_its_deadline_is_reported_once_with_who_is_missing() -> None:
+    here, board, reports = CollectiveId(7, 2, 0, "step"), Board(), list[str]()
+    board.post(2, here.key)
+    board.post(3, "6.0.0.step")
+    reported = threading.Event()
+
+    def report(message: str) -> None:
+        reports.append(message)
+        reported.set()
+
+    recorder = Recorder()
+    peers = ("a:1", "b:1", "c:1", "d:1")
+    watchdog = Watchdog(recorder, board, rank=0, peers=peers, deadline_s=0.02, report=report)
+    watchdog.start()
+    with recorder.during(here):
+        assert reported.wait(5)
+        time.sleep(0.05)
+    watchdog.stop()
+    (message,) = reports
+    assert message.startswith("step (plan 7, step 2, collective 0) has waited") and message.endswith(
+        "missing: b:1, d:1"
+    )
+    assert [record.id for record in recorder.history()] == [here] and recorder.waiting() is None
+
+
+def test_null_device_runs_steps_back_to_back() -> None:
+    model = NullModel(20.0, vocab_size=10, max_model_len=64, device=CPU)
+    start = time.perf_counter()
+    marks = []
+    for _ in range(3):
+        model.forward(None, None)  # type: ignore[arg-type]
+        marks.append(model.mark())
+    assert time.perf_counter() - start < 0.02, "forward only queues"
+    for i, mark in enumerate(marks):
+        mark.synchronize()
+        assert time.perf_counter() - start >= 0.02 * (i + 1) - 0.001
+
+
+def test_null_sampler_never_samples_a_stop_id() -> None:
+    stop_ids = torch.tensor([[0, 0, 0], [1, 0, 2], [5, 6, 7], [-1, -1, -1]])
+    positions = torch.zeros(4, dtype=torch.int64)
+    sampled = NullSampler().sample(torch.zeros(0), SamplingBatch(4, stop_ids), positions)
+    assert sampled.tokens.tolist() == [1, 3, 0, 0]

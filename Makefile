@@ -41,7 +41,7 @@ test-all: setup model  ## every test, also those that take minutes
 	$(PY) -m pytest tests -m "not gpu" $(ARGS)
 
 check: lint  ## lint, types, import laws and the unit tests: half a minute
-	$(PY) -m pytest tests/unit -m "not slow and not gpu"
+	$(PY) -m pytest tests/unit -m "not slow and not gpu" -n auto --maxprocesses 4
 
 lint: setup  ## ruff, import-linter and mypy
 	$(VENV)/bin/ruff check .

@@ -41,6 +41,7 @@ READY_SECONDS = 0.25  # how often readiness is carried to the gRPC health servic
 def main() -> None:
     config = settings.load(RouterConfig, prog="lockstep-router", env_prefix="LOCKSTEP_ROUTER_")
     logs.setup("router", config.log_level)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # texts come one at a time: a pool of threads only costs
     try:
         uvloop.run(serve(config))
     except ConfigError as error:

@@ -101,6 +101,7 @@ class Generation:
         self._arrival = arrival
         self._first = self._last = 0.0  # when tokens came
         self._closed = False
+        self._loop = asyncio.get_running_loop()  # looked up once: every look costs a system call
         self._waiter: asyncio.Future[None] | None = None
         self._news: set[int] = set()
         self._unfinished = request.choices
@@ -136,8 +137,7 @@ class Generation:
         """Waits until there is something to take or all is over. False if nothing happened for `timeout` seconds."""
         if self._news or self.over:
             return True
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(timeout, self._wake) if timeout is not None else None
+        timer = self._loop.call_later(timeout, self._wake) if timeout is not None else None
         try:
             await self._wait()
         finally:
@@ -229,7 +229,7 @@ class Generation:
             waiter.set_result(None)
 
     async def _wait(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
+        self._waiter = self._loop.create_future()
         try:
             await self._waiter
         finally:

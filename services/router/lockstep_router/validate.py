@@ -18,30 +18,33 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from lockstep_common.errors import ConfigError, ContextLengthExceeded, InvalidRequest, NotFound
+from lockstep_common.errors import ConfigError, InvalidRequest, NotFound
 from lockstep_common.steps import Sampling
 from lockstep_router.fields import Fields, as_integer, encodable
 from lockstep_router.output import OutputRules
+from lockstep_router.prompts import (
+    MAX_INT32,
+    check_ids,
+    check_room,
+    read_messages,
+    read_prompts,
+    read_template_variables,
+    read_truncation,
+)
 from lockstep_router.request import Limits, Prompt, Request
 from lockstep_router.template import ChatTemplate
 from lockstep_router.text import Tokenizer, read_json
 
 T = TypeVar("T")
 
-MAX_MESSAGES: Final = 4096
-MAX_PARTS: Final = 256
-MAX_PROMPTS: Final = 128
 MAX_CHOICES: Final = 512  # of all prompts of a request together
 MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 256
 MAX_STOP_IDS: Final = 32
 MAX_BIASES: Final = 1024
 MAX_TOP_LOGPROBS: Final = 20
-MAX_INT32: Final = 2**31 - 1
 COMPLETION_MAX_TOKENS: Final = 16  # OpenAI's default; a chat's is the rest of the context
 INLINE_CHARS: Final = 4096  # longer texts are tokenised beside the event loop
-
-ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 
 # Fields that would change the output, with the values that do not.
 UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
@@ -144,7 +147,7 @@ class Door:
         fields = Fields(values)
         self._admit(fields)
         logprobs = self._chat_logprobs(fields)
-        messages = _messages(fields)
+        messages = read_messages(fields)
         limits = self._limits()
         ids = await self._chat_ids(fields, messages, limits)
         asked = fields.integer("max_tokens", 0, 1, MAX_INT32)
@@ -185,7 +188,7 @@ class Door:
         if n * len(prompts) > MAX_CHOICES:
             raise InvalidRequest(f"n times the number of prompts must be at most {MAX_CHOICES}", param="n")
         for ids, _ in prompts:
-            _check_room(ids, limits.max_model_len, param)
+            check_room(ids, limits.max_model_len, param)
         sampling = self._sampling(fields, asked, logprobs, limits.vocab_size)
         stream = fields.flag("stream")
         options = Fields(fields.table("stream_options", max_items=16), "stream_options.")
@@ -289,14 +292,14 @@ class Door:
     async def _prompts(self, fields: Fields, limits: Limits) -> list[tuple[list[int], str]]:
         """(ids, text) of every prompt; the text is empty where ids were given."""
         add_special = fields.flag("add_special_tokens", True)
-        keep = _truncation(fields, limits.max_model_len)
+        keep = read_truncation(fields, limits.max_model_len)
         prompts: list[tuple[list[int], str]] = []
-        for given in _given_prompts(fields.get("prompt")):
+        for given in read_prompts(fields.get("prompt")):
             if isinstance(given, str):
                 self.tokenizer.refuse_hopeless(len(given), limits.max_model_len, "prompt")
                 prompts.append((await self._encode(given, add_special), given))
             else:
-                _check_ids(given, limits.vocab_size)
+                check_ids(given, limits.vocab_size)
                 prompts.append((given, ""))
         return [(ids[-keep:] if keep else ids, text) for ids, text in prompts]
 
@@ -309,10 +312,10 @@ class Door:
         variables = {
             "tools": None,
             "documents": None,
-            **_template_variables(fields),
+            **read_template_variables(fields),
             "add_generation_prompt": fields.flag("add_generation_prompt", True),
         }
-        keep = _truncation(fields, limits.max_model_len)
+        keep = read_truncation(fields, limits.max_model_len)
         if size <= INLINE_CHARS and len(messages) <= 64 and not template.has_typed_controls(messages, variables):
             ids = template.encode(messages, **variables)
         else:
@@ -336,7 +339,7 @@ class Door:
         self._admit(fields)
         limits = self._limits()
         if fields.get("messages") is not None:
-            return await self._chat_ids(fields, _messages(fields), limits), limits.max_model_len
+            return await self._chat_ids(fields, read_messages(fields), limits), limits.max_model_len
         if not isinstance(fields.get("prompt"), str):
             raise fields.fail("prompt", "a string")
         text = fields.text("prompt")
@@ -348,98 +351,11 @@ class Door:
         tokens = fields.get("tokens")
         if not isinstance(tokens, list):
             raise fields.fail("tokens", "a list of token ids")
-        _check_ids(tokens, self._limits().vocab_size, "tokens")
+        check_ids(tokens, self._limits().vocab_size, "tokens")
         return self.tokenizer.vocabulary.decode(tokens, skip_special_tokens=fields.flag("skip_special_tokens", False))
 
 
 # --- fields that take more than a line --------------------------------------------------------------------------------
-
-
-def _messages(fields: Fields) -> list[dict[str, Any]]:
-    """The messages as templates want them: role, content as one text, and name or tool_call_id where given."""
-    given = fields.items("messages", max_items=MAX_MESSAGES)
-    if not given:
-        raise InvalidRequest("messages must be a list of at least one message", param="messages")
-    messages = []
-    for i, value in enumerate(given):
-        message = Fields(value, f"messages[{i}].")
-        role = message.text("role", max_chars=32)
-        if role not in ROLES:
-            raise message.fail("role", "one of " + ", ".join(sorted(ROLES)))
-        for name in ("tool_calls", "function_call", "audio"):
-            if message.get(name):
-                raise InvalidRequest(f"messages[{i}].{name} is not supported", param=f"messages[{i}].{name}")
-        content = _content(message, required=role != "assistant")
-        entry: dict[str, Any] = {"role": role, "content": content}
-        for name in ("name", "tool_call_id"):
-            if message.get(name) is not None:
-                entry[name] = message.text(name, max_chars=256)
-        messages.append(entry)
-    return messages
-
-
-def _content(message: Fields, *, required: bool) -> str:
-    value = message.get("content")
-    if value is None and not required:
-        return ""
-    if isinstance(value, str):
-        return encodable(value, message.path + "content")
-    if not isinstance(value, list):
-        raise message.fail("content", "a string or a list of text parts")
-    texts = []
-    for j, item in enumerate(message.items("content", max_items=MAX_PARTS)):
-        part = Fields(item, f"{message.path}content[{j}].")
-        kind = part.text("type", max_chars=64)
-        if kind not in ("text", "refusal"):
-            raise InvalidRequest(
-                f"{part.path}type: only text parts are supported, not {kind!r}", param=f"{part.path}type"
-            )
-        if not isinstance(part.get(kind), str):
-            raise part.fail(kind, "a string")
-        texts.append(part.text(kind))
-    return "\n".join(texts)
-
-
-def _given_prompts(prompt: Any) -> list[str | list[int]]:
-    if isinstance(prompt, str):
-        prompt = [prompt]
-    if not isinstance(prompt, list) or not prompt:
-        raise InvalidRequest(
-            "prompt must be a string, a list of strings, a list of token ids or a list of such lists", param="prompt"
-        )
-    if type(prompt[0]) is int:
-        prompt = [prompt]
-    if len(prompt) > MAX_PROMPTS:
-        raise InvalidRequest(
-            f"prompt must be a list of at most {MAX_PROMPTS} prompts, not {len(prompt)}", param="prompt"
-        )
-    kind = type(prompt[0])
-    if kind not in (str, list) or any(type(item) is not kind for item in prompt):
-        raise InvalidRequest(
-            "prompt must be a string, a list of strings, a list of token ids or a list of such lists", param="prompt"
-        )
-    if any(not item for item in prompt):
-        raise InvalidRequest("prompt must not be empty", param="prompt")
-    return [encodable(item, "prompt") if isinstance(item, str) else item for item in prompt]
-
-
-def _check_ids(ids: Sequence[Any], vocab_size: int, param: str = "prompt") -> None:
-    if any(type(i) is not int for i in ids):
-        raise InvalidRequest(f"{param} must hold token ids, which are integers", param=param)
-    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
-        bad = next(i for i in ids if not 0 <= i < vocab_size)
-        raise InvalidRequest(f"token id {bad} in {param} is out of the vocabulary (0 to {vocab_size - 1})", param=param)
-
-
-def _check_room(ids: Sequence[int], limit: int, param: str) -> None:
-    if not ids:
-        raise InvalidRequest(f"{param} must not be empty", param=param)
-    if len(ids) >= limit:
-        raise ContextLengthExceeded(
-            f"This model's maximum context length is {limit} tokens. However, your prompt contains {len(ids)} input tokens, "
-            "which leaves no room for output. Please shorten the prompt.",
-            param=param,
-        )
 
 
 def _fitted(sampling: Sampling, room: int) -> Sampling:
@@ -447,14 +363,6 @@ def _fitted(sampling: Sampling, room: int) -> Sampling:
     if sampling.max_tokens <= room:
         return sampling
     return replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
-
-
-def _truncation(fields: Fields, limit: int) -> int:
-    """How many of the prompt's last tokens to keep; 0: all."""
-    keep = fields.integer("truncate_prompt_tokens", 0, -1, MAX_INT32)
-    if fields.get("truncate_prompt_tokens") is not None and keep == 0:
-        raise fields.fail("truncate_prompt_tokens", "-1 or at least 1")
-    return limit - 1 if keep == -1 else keep
 
 
 def _stop_strings(fields: Fields) -> tuple[str, ...]:
@@ -469,7 +377,7 @@ def _stop_strings(fields: Fields) -> tuple[str, ...]:
 
 def _stop_token_ids(fields: Fields, vocab_size: int) -> list[int]:
     ids = fields.items("stop_token_ids", max_items=MAX_STOP_IDS)
-    _check_ids(ids, vocab_size, "stop_token_ids")
+    check_ids(ids, vocab_size, "stop_token_ids")
     return ids
 
 
@@ -493,21 +401,6 @@ def _cache_salt(fields: Fields) -> str:
     if any(char in "@/\\\0" for char in salt):
         raise InvalidRequest("cache_salt must not contain '@', '/', '\\' or NUL", param="cache_salt")
     return salt
-
-
-def _template_variables(fields: Fields) -> dict[str, Any]:
-    """chat_template_kwargs: what a model's template reads beside the messages, for example enable_thinking."""
-    variables = fields.table("chat_template_kwargs", max_items=32)
-    for name, value in variables.items():
-        if name in ("messages", "tools", "documents", "add_generation_prompt") or name.endswith("_token"):
-            raise InvalidRequest(f"chat_template_kwargs must not set {name[:40]}", param="chat_template_kwargs")
-        if not isinstance(value, bool | int | float | str | None):
-            raise InvalidRequest(
-                f"chat_template_kwargs.{name[:40]} must be a plain value", param="chat_template_kwargs"
-            )
-        if isinstance(value, str):
-            encodable(value, "chat_template_kwargs")
-    return dict(variables)
 
 
 def _same(value: Any, harmless: Any) -> bool:

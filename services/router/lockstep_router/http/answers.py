@@ -51,7 +51,8 @@ class Answer(Response):
                     await self._stream(generation, shape, send)
                 else:
                     body = shape.answer(await generation.finished(), generation.usage())
-                    await _send_whole(send, body)
+                    with contextlib.suppress(TimeoutError):
+                        await _send_whole(send, body)
             finally:
                 watch.cancel()
 
@@ -68,19 +69,25 @@ class Answer(Response):
             await _send_part(send, error_event(error) + DONE, more=False)
 
     async def _events(self, generation: Generation, shape: Shape, send: Send) -> None:
+        """Sends what comes until all is over; TimeoutError if the client takes nothing for STALL_SECONDS."""
         continuous = self._request.continuous_usage
-        while True:
-            if not await generation.changed(PING_SECONDS):
-                await _send_part(send, PING)
-                continue
-            over = generation.over
-            usage = generation.usage() if continuous else None
-            data = b"".join([shape.events(index, delta, usage) for index, delta in generation.take()])
-            if over:
-                await _send_part(send, data + self._ending(generation, shape), more=False)
-                return
-            if data:
-                await _send_part(send, data)
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(STALL_SECONDS) as stall:
+            renewed = loop.time()
+            while True:
+                news = await generation.changed(PING_SECONDS)
+                over = generation.over
+                usage = generation.usage() if continuous else None
+                data = b"".join([shape.events(index, delta, usage) for index, delta in generation.take()])
+                if over:
+                    await _send_part(send, data + self._ending(generation, shape), more=False)
+                    return
+                if data or not news:
+                    await _send_part(send, data or PING)
+                now = loop.time()
+                if now - renewed > STALL_SECONDS / 4:  # not each time: it costs more than a chunk
+                    renewed = now
+                    stall.reschedule(now + STALL_SECONDS)
 
     def _ending(self, generation: Generation, shape: Shape) -> bytes:
         if generation.error is not None:
@@ -91,14 +98,14 @@ class Answer(Response):
 
 
 async def _send_part(send: Send, data: bytes, *, more: bool = True) -> None:
-    async with asyncio.timeout(STALL_SECONDS):
-        await send({"type": "http.response.body", "body": data, "more_body": more})
+    await send({"type": "http.response.body", "body": data, "more_body": more})
 
 
 async def _send_whole(send: Send, body: bytes) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    async with asyncio.timeout(STALL_SECONDS):
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
 
 
 async def _cancel_when_gone(receive: Receive, generation: Generation) -> None:

@@ -5,27 +5,36 @@ python -m lockstep_bench.worker_alone MODEL_DIR [--dtype bfloat16] [--context 12
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
 from lockstep_common.steps import Kind
 from lockstep_worker.inputs import StepInputs
+from lockstep_worker.kv import KvCache
+from lockstep_worker.models import Model, load_model
 
 BLOCK_SIZE = 16
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+CPU = torch.device("cpu")
 
 
 def step_inputs(
     kind: Kind, chunks: Sequence[tuple[Sequence[int], int]], tables: Sequence[Sequence[int]], block_size: int
 ) -> StepInputs:
-    """One pass over `chunks` of (tokens, position of the first); each chunk's last token gets logits."""
-    lens = tuple(start + len(tokens) for tokens, start in chunks)
-    width = -(-max(lens, default=1) // block_size)
+    """One pass over `chunks` of (tokens, position of the first) with their block tables; the last of each gets logits."""
+    sizes = [len(tokens) for tokens, _ in chunks]
+    lens = tuple(start + size for (_, start), size in zip(chunks, sizes, strict=True))
+    width = -(-max(lens) // block_size)
     table = torch.zeros(len(chunks), width, dtype=torch.int64)
     for row, blocks in zip(table, tables, strict=True):
-        kept = torch.tensor(blocks[:width], dtype=torch.int64)
-        row[: len(kept)] = kept
-    sizes = [len(tokens) for tokens, _ in chunks]
+        row[: len(blocks[:width])] = torch.tensor(blocks[:width])
     starts = torch.tensor([0, *sizes]).cumsum(0)
     positions = torch.cat([torch.arange(start, end) for (_, start), end in zip(chunks, lens, strict=True)])
     owner = torch.repeat_interleave(torch.arange(len(chunks)), torch.tensor(sizes))
@@ -43,3 +52,89 @@ def step_inputs(
         host_seq_lens=lens,
         max_seq_len=max(lens),
     )
+
+
+def measure_decode(model: Model, *, batch: int, context: int, seconds: float = 2.0) -> dict[str, float]:
+    """Tokens a second of steps that feed one token at position `context` of each of `batch` sequences, with logits."""
+    blocks = context // BLOCK_SIZE + 1
+    inputs = step_inputs(Kind.DECODE, [([1], context)] * batch, _tables(batch, blocks), BLOCK_SIZE)
+    return _measure(model, inputs, batch, batch * blocks, seconds)
+
+
+def measure_prefill(model: Model, *, prompt: int, seconds: float = 2.0) -> dict[str, float]:
+    """Tokens a second of passes over one prompt, from an empty cache to the logits of its last token."""
+    blocks = -(-prompt // BLOCK_SIZE)
+    tokens = [random.Random(0).randrange(model.vocab_size) for _ in range(prompt)]
+    inputs = step_inputs(Kind.PREFILL, [(tokens, 0)], _tables(1, blocks), BLOCK_SIZE)
+    return _measure(model, inputs, prompt, blocks, seconds)
+
+
+def measure(
+    model_dir: Path,
+    *,
+    dtype: str = "bfloat16",
+    batches: Sequence[int] = (1, 8),
+    context: int = 128,
+    prompt: int = 512,
+    threads: int = 0,
+    seconds: float = 2.0,
+) -> dict[str, object]:
+    """Prefill and decode speed of the model in `model_dir`: best and median tokens a second."""
+    if threads:
+        torch.set_num_threads(threads)
+    model = load_model(model_dir, dtype=DTYPES[dtype], device=CPU, deterministic=True)
+    decode = {str(batch): measure_decode(model, batch=batch, context=context, seconds=seconds) for batch in batches}
+    return {
+        "model": model_dir.name,
+        "dtype": dtype,
+        "threads": torch.get_num_threads(),
+        "prompt": prompt,
+        "context": context,
+        "prefill": measure_prefill(model, prompt=prompt, seconds=seconds),
+        "decode": decode,
+    }
+
+
+def _measure(model: Model, inputs: StepInputs, tokens: int, blocks: int, seconds: float) -> dict[str, float]:
+    kv = KvCache(model.kv_specs(), num_blocks=blocks + 1, block_size=BLOCK_SIZE, device=CPU)
+    times = _times(lambda: model.logits(model.forward(inputs, kv)), seconds)
+    return {
+        "best": round(tokens / min(times), 1),
+        "median": round(tokens / statistics.median(times), 1),
+        "best_ms": round(min(times) * 1e3, 2),
+    }
+
+
+def _times(step: Callable[[], object], seconds: float) -> list[float]:
+    """Durations of repeated calls, after one that compiles what is compiled once."""
+    step()
+    times: list[float] = []
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until or len(times) < 3:
+        start = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def _tables(count: int, blocks: int) -> list[list[int]]:
+    """Block tables in random order: as after hours of service, not as after start-up."""
+    order = list(range(1, count * blocks + 1))
+    random.Random(0).shuffle(order)
+    return [order[i * blocks : (i + 1) * blocks] for i in range(count)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="lockstep_bench.worker_alone", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("model_dir", type=Path)
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], dest="batches")
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--threads", type=int, default=0, help="0: as many as there are cores")
+    parser.add_argument("--seconds", type=float, default=2.0, help="for each figure")
+    print(json.dumps(measure(**vars(parser.parse_args())), indent=1))
+
+
+if __name__ == "__main__":
+    main()

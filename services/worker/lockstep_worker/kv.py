@@ -29,8 +29,8 @@ class KvSpec:
 class KvCache:
     """The blocks of all groups on one device. Who owns which block is the scheduler's business.
 
-    A layer's cache is [2, kv_heads, num_blocks * block_size, head_dim], keys then values; slot block * block_size + i is
-    token i of a block. Heads come first because attention reads one head's tokens in a row. Everything starts as zero.
+    A layer's cache is [num_blocks, 2, kv_heads, block_size, head_dim]: a block's keys, then its values, head by head, as
+    attention reads one head's tokens in a row. Everything starts as zero.
     Block 0 is the null block: rows that must not write write there, and nothing reads it.
     """
 
@@ -48,23 +48,24 @@ class KvCache:
         self._groups = tuple(_allocate(spec, num_blocks, block_size, torch.device(device)) for spec in specs)
 
     def layer(self, group: int, layer: int) -> torch.Tensor:
-        """The cache of one layer of a group: [2, kv_heads, num_blocks * block_size, head_dim], a view."""
-        return self._groups[group][layer].flatten(2, 3)
+        """The cache of one layer of a group: [num_blocks, 2, kv_heads, block_size, head_dim], contiguous, a view."""
+        return self._groups[group][layer]
 
     def zero(self, group: int, blocks: torch.Tensor) -> None:
         """Fills `blocks` (int64) with zeros, in every layer."""
-        self._groups[group].index_fill_(3, blocks, 0)
+        for layer in self._groups[group]:
+            layer.index_fill_(0, blocks, 0)
 
     def copy(self, group: int, src: torch.Tensor, dst: torch.Tensor) -> None:
         """Copies block src[i] over block dst[i] (int64), in every layer; no block is both source and destination."""
-        cache = self._groups[group]
-        cache.index_copy_(3, dst, cache.index_select(3, src))
+        for layer in self._groups[group]:
+            layer.index_copy_(0, dst, layer.index_select(0, src))
 
 
-def _allocate(spec: KvSpec, num_blocks: int, block_size: int, device: torch.device) -> torch.Tensor:
-    shape = (spec.layers, 2, spec.kv_heads, num_blocks, block_size, spec.head_dim)
+def _allocate(spec: KvSpec, num_blocks: int, block_size: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    shape = (spec.layers, num_blocks, 2, spec.kv_heads, block_size, spec.head_dim)
     try:
-        return torch.zeros(shape, dtype=spec.dtype, device=device)
+        return torch.zeros(shape, dtype=spec.dtype, device=device).unbind(0)
     except RuntimeError as error:
         gib = math.prod(shape) * spec.dtype.itemsize / 2**30
         raise ConfigError(f"no memory for a KV cache of {num_blocks} blocks ({gib:.1f} GiB): {error}") from None

@@ -17,7 +17,6 @@ CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Progress = Callable[[float], None]  # told the loaded fraction, 0 to 1
 _HEADER_DTYPES = {"F64", "F32", "F16", "BF16"}
 
@@ -171,28 +170,3 @@ def read_json(path: Path) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: holds no JSON object")
     return value
-
-
-def resolve_dtype(name: str, directory: Path, device: torch.device) -> torch.dtype:
-    """The dtype to compute in: auto | float32 | bfloat16 | float16. "auto" is the checkpoint's, as far as the device has it.
-
-    float16 on CPU is refused: no CPU in common use multiplies it, and the emulation is a hundred times slower.
-    """
-    config = ConfigFile(directory)
-    if name != "auto":
-        if name not in DTYPES:
-            raise ConfigError(f"dtype {name!r} is not one of auto, {', '.join(DTYPES)}", param="dtype")
-        if name == "float16" and device.type == "cpu":
-            raise ConfigError(
-                "float16 is not computed on CPU (no arithmetic for it); use bfloat16 or float32", param="dtype"
-            )
-        return DTYPES[name]
-    field = "dtype" if config.get("dtype") is not None else "torch_dtype"
-    stored = config.get(field)
-    if stored is None:
-        stored = "float32"
-    if stored not in DTYPES:
-        raise config.error(field, f"is {stored!r}, expected one of {', '.join(DTYPES)}")
-    if device.type != "cpu" or stored == "float32":
-        return DTYPES[stored]
-    return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32

@@ -66,8 +66,9 @@ class ToyModel:
     def forward(self, inputs: StepInputs, kv: KvCache) -> torch.Tensor:
         self.passes.append((inputs.kind, len(inputs.token_ids)))
         layer = kv.layer(0, 0)
-        layer[0, 0, inputs.slots[0], 0] = (inputs.token_ids + 1).float()
-        layer[1, 0, inputs.slots[0], 0] = inputs.positions.float()
+        blocks, offsets = inputs.slots[0] // kv.block_size, inputs.slots[0] % kv.block_size
+        layer[blocks, 0, 0, offsets, 0] = (inputs.token_ids + 1).float()
+        layer[blocks, 1, 0, offsets, 0] = inputs.positions.float()
         wanted = set(inputs.logits_index.tolist())
         rows = []
         for i, (count, length) in enumerate(zip(inputs.query_lens, inputs.host_seq_lens, strict=True)):
@@ -83,8 +84,7 @@ class ToyModel:
     @staticmethod
     def _history(layer: torch.Tensor, table: torch.Tensor, length: int, block_size: int) -> tuple[int, ...]:
         positions = torch.arange(length)
-        slots = table[positions // block_size] * block_size + positions % block_size
-        return tuple((layer[0, 0, slots, 0] - 1).int().tolist())
+        return tuple((layer[table[positions // block_size], 0, 0, positions % block_size, 0] - 1).int().tolist())
 
 
 class InstantMark:

@@ -27,13 +27,13 @@ def prepare(
 def attention(q: torch.Tensor, cache: torch.Tensor, prepared: Prepared, *, scale: float, out: torch.Tensor) -> None:
     """out[t] = concat over heads of softmax(scale * q[t] . K) V, over the keys of t's sequence up to t itself.
 
-    q [T, H, d] (tokens may be strided); cache [2, h, S, d] holds the keys and values of all positions of the batch,
-    those of the new tokens included; out [T', H * d] with T' >= T, of which the first T rows are written. Products, softmax
-    and sums are float32. Slots beyond a sequence's length and the null block may hold anything, NaN too.
+    q [T, H, d] (tokens may be strided); cache [blocks, 2, h, block_size, d] (contiguous) holds the keys and values of
+    all positions of the batch, those of the new tokens included; out [T', H * d] with T' >= T, of which the first T rows
+    are written. Products, softmax and sums are float32. Slots beyond a sequence's length and the null block may hold anything, NaN too.
     A token's bits depend neither on the other sequences, nor on how its prompt was cut, nor on prefill against decode.
     """
     heads, width = q.shape[1:]
-    check_shape("cache", cache, (2, cache.shape[1], cache.shape[2], width))
+    check_shape("cache", cache, (cache.shape[0], 2, cache.shape[2], cache.shape[3], width))
     check_shape("out", out, (out.shape[0], heads * width))
     if isinstance(prepared, PagedBatch):
         reference.attention(q, cache, prepared, scale, out)

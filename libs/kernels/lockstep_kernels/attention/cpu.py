@@ -14,7 +14,6 @@ What makes it so:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -28,88 +27,84 @@ ROWS = 4
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """New tokens [first, first + count) of each sequence of a segment, against the first `keys` positions."""
+    """New tokens [first, first + count) of each sequence of a segment, against the first whole tiles of its positions.
+
+    Everything is a view of the segment's workspaces, made once, as views in every layer would cost as much as the sums.
+    With N = kv_heads * sequences and a multiple of ROWS rows:
+    """
 
     first: int
     count: int
-    keys: int
-    mask: torch.Tensor  # float32 0 or -inf, added to the scores of the last mask.shape[-1] of the keys
-    queries: torch.Tensor  # workspace [kv_heads * B, rows, d] float32; rows beyond count * group are padding
-    scores: torch.Tensor  # workspace [kv_heads * B, rows, keys] float32
-    weights: torch.Tensor  # the same
-    mixed: torch.Tensor  # workspace like queries
+    mask: torch.Tensor  # float32 0 or -inf
+    masked: torch.Tensor  # the scores that `mask` is added to
+    queries_in: torch.Tensor  # [kv_heads, sequences, count, group, d] of `queries`, whose other rows are padding
+    queries: torch.Tensor  # [N, rows, d] float32
+    keys: torch.Tensor  # [N, d, keys]
+    scores: torch.Tensor  # [N, rows, keys]
+    weights: torch.Tensor  # [N, rows, keys]
+    products: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # weights and values of each tile of keys
+    mixed: torch.Tensor  # [N, rows, d]
+    mixed_out: torch.Tensor  # of `mixed` what `queries_in` is of `queries`
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Sequences that are computed together: many with one new token each, or one with any number."""
 
-    first_token: int
-    sequences: int
-    new: int  # new tokens of each sequence
-    slots: torch.Tensor  # [sequences * keys] int64
-    gathered: torch.Tensor  # workspace [2 * kv_heads, sequences * keys, d] of the cache's dtype
-    wide: torch.Tensor  # the same in float32
+    tokens: slice
+    shape: tuple[int, int, int, int, int]  # sequences, new tokens of each, kv_heads, group, d
+    rows: torch.Tensor  # which rows of the cache, of head_dim values each, are gathered
+    gathered: torch.Tensor  # workspace [rows, d] of the cache's dtype
+    wide: torch.Tensor  # the same in float32: keys then values, heads, sequences, positions
     tiles: tuple[Tile, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """The segments of a pass, in the order of its tokens."""
-
-    segments: tuple[Segment, ...]
-    kv_heads: int
-    group: int
+Prepared = tuple[Segment, ...]  # in the order of the pass's tokens
 
 
 def prepare(batch: PagedBatch, group: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Prepared:
     """See the public function; `group` is the number of query heads of a key/value head."""
     segments = []
-    first_token = 0
+    first = 0
     for start, end in _runs(batch.query_lens):
-        new, lens = batch.query_lens[start], batch.seq_lens[start:end]
+        sequences, new, lens = end - start, batch.query_lens[start], batch.seq_lens[start:end]
         keys = _whole(max(lens), TILE)
-        slots = _slots(batch.block_table[start:end], lens, keys, batch.block_size)
-        gathered = torch.empty(2 * kv_heads, slots.numel(), head_dim, dtype=dtype)
-        wide = gathered if dtype == torch.float32 else torch.empty(gathered.shape, dtype=torch.float32)
+        rows = _cache_rows(batch.block_table[start:end], lens, keys, batch.block_size, kv_heads)
+        gathered = torch.empty(rows.numel(), head_dim, dtype=dtype)
+        wide = gathered if dtype == torch.float32 else torch.empty(gathered.shape)
+        shape = (sequences, new, kv_heads, group, head_dim)
         spans = _decode_spans(lens, keys) if new == 1 else _prefill_spans(lens[0] - new, new, group)
-        tiles = _tiles(spans, kv_heads * (end - start), group, head_dim)
-        segments.append(Segment(first_token, end - start, new, slots, gathered, wide, tiles))
-        first_token += new * (end - start)
-    return Prepared(tuple(segments), kv_heads, group)
+        tiles = _tiles(spans, shape, *wide.view(2, kv_heads * sequences, keys, head_dim))
+        segments.append(Segment(slice(first, first + sequences * new), shape, rows, gathered, wide, tiles))
+        first += sequences * new
+    return tuple(segments)
 
 
 def attention(q: torch.Tensor, cache: torch.Tensor, prepared: Prepared, scale: float, out: torch.Tensor) -> None:
     """See the public function."""
-    kv_heads, group, width = prepared.kv_heads, prepared.group, q.shape[-1]
-    flat = cache.view(2 * kv_heads, -1, width)
-    for segment in prepared.segments:
-        torch.index_select(flat, 1, segment.slots, out=segment.gathered)
+    cache_rows = cache.view(-1, q.shape[-1])
+    for segment in prepared:
+        torch.index_select(cache_rows, 0, segment.rows, out=segment.gathered)
         if segment.wide is not segment.gathered:
             segment.wide.copy_(segment.gathered)
-        keys, values = segment.wide.view(2, kv_heads * segment.sequences, -1, width)
-        tokens = slice(segment.first_token, segment.first_token + segment.sequences * segment.new)
-        split = (segment.sequences, segment.new, kv_heads, group, width)
-        heads_first = q[tokens].view(split).permute(2, 0, 1, 3, 4)
-        results = out[tokens].view(split).permute(2, 0, 1, 3, 4)
+        queries = q[segment.tokens].view(segment.shape).permute(2, 0, 1, 3, 4)
+        results = out[segment.tokens].view(segment.shape).permute(2, 0, 1, 3, 4)
         for tile in segment.tiles:
-            rows, shape = tile.count * group, (kv_heads, segment.sequences, tile.count, group, width)
             part = slice(tile.first, tile.first + tile.count)
-            tile.queries[:, :rows].view(shape).copy_(heads_first[:, :, part]).mul_(scale)
-            _attend(tile, keys, values)
-            results[:, :, part].copy_(tile.mixed[:, :rows].view(shape))
+            tile.queries_in.copy_(queries[:, :, part])
+            _attend(tile, scale)
+            results[:, :, part].copy_(tile.mixed_out)
 
 
-def _attend(tile: Tile, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """tile.mixed = softmax(queries . keys + mask) values, for each of the heads and sequences."""
-    scores, weights, mixed = tile.scores, tile.weights, tile.mixed
-    torch.bmm(tile.queries, keys[:, : tile.keys].transpose(1, 2), out=scores)
-    per_sequence = scores.view(-1, *tile.mask.shape[:-2], scores.shape[1], tile.keys)
-    per_sequence[..., tile.keys - tile.mask.shape[-1] :].add_(tile.mask)
-    torch.softmax(scores, -1, out=weights)
-    torch.bmm(weights[..., :TILE], values[:, :TILE], out=mixed)
-    for start in range(TILE, tile.keys, TILE):
-        mixed.baddbmm_(weights[..., start : start + TILE], values[:, start : start + TILE])
+def _attend(tile: Tile, scale: float) -> None:
+    """tile.mixed = softmax(scale * queries . keys + mask) values, for each of the heads and sequences."""
+    tile.scores.baddbmm_(tile.queries, tile.keys, beta=0, alpha=scale)
+    tile.masked.add_(tile.mask)
+    torch.softmax(tile.scores, -1, out=tile.weights)
+    (weights, values), *others = tile.products
+    torch.bmm(weights, values, out=tile.mixed)
+    for weights, values in others:
+        tile.mixed.baddbmm_(weights, values)
 
 
 def _runs(query_lens: tuple[int, ...]) -> Iterator[tuple[int, int]]:
@@ -121,15 +116,19 @@ def _runs(query_lens: tuple[int, ...]) -> Iterator[tuple[int, int]]:
             start = i
 
 
-def _slots(table: torch.Tensor, lens: tuple[int, ...], keys: int, block_size: int) -> torch.Tensor:
-    """Where positions 0 to keys - 1 of each sequence lie; those beyond its length read its last position instead."""
-    last = torch.tensor(lens).sub_(1).unsqueeze(1)
-    positions = torch.minimum(torch.arange(keys), last)
-    blocks = positions // block_size
-    return table.gather(1, blocks).sub_(blocks).mul_(block_size).add_(positions).flatten()
+def _cache_rows(table: torch.Tensor, lens: tuple[int, ...], keys: int, block_size: int, kv_heads: int) -> torch.Tensor:
+    """Which rows of a layer's cache hold (key or value, head, sequence, position), flat.
+
+    Positions beyond a sequence's length read its last position instead.
+    """
+    positions = torch.minimum(torch.arange(keys), torch.tensor(lens).sub_(1).unsqueeze(1))
+    columns = positions // block_size
+    heads = torch.arange(2 * kv_heads).view(-1, 1, 1)
+    blocks = table.gather(1, columns).mul_(2 * kv_heads)
+    return (blocks + heads).mul_(block_size).add_(positions - columns * block_size).flatten()
 
 
-_Span = tuple[int, int, int, torch.Tensor]  # the first four fields of a tile
+_Span = tuple[int, int, int, torch.Tensor]  # first, count, keys and mask of a tile
 
 
 def _decode_spans(lens: tuple[int, ...], keys: int) -> list[_Span]:
@@ -154,26 +153,38 @@ def _prefill_spans(start: int, new: int, group: int) -> list[_Span]:
     return spans
 
 
-def _tiles(spans: list[_Span], batches: int, group: int, head_dim: int) -> tuple[Tile, ...]:
+def _tiles(
+    spans: list[_Span], shape: tuple[int, int, int, int, int], keys: torch.Tensor, values: torch.Tensor
+) -> tuple[Tile, ...]:
     """The tiles of a segment; they run one after the other and so share their workspaces."""
+    sequences, _, kv_heads, group, head_dim = shape
+    batches = kv_heads * sequences
     rows = [_whole(count * group, ROWS) for _, count, _, _ in spans]
-    most_scores = max(n * keys for n, (_, _, keys, _) in zip(rows, spans, strict=True))
-    queries, mixed = torch.zeros(2, batches * max(rows) * head_dim)
-    scores, weights = torch.empty(2, batches * most_scores)
-
-    def shaped(space: torch.Tensor, *shape: int) -> torch.Tensor:
-        return space[: math.prod(shape)].view(shape)
-
-    return tuple(
-        Tile(
-            *span,
-            shaped(queries, batches, n, head_dim),
-            shaped(scores, batches, n, span[2]),
-            shaped(weights, batches, n, span[2]),
-            shaped(mixed, batches, n, head_dim),
+    most = max(n * seen for n, (_, _, seen, _) in zip(rows, spans, strict=True))
+    queries_space, mixed_space = torch.zeros(2, batches * max(rows) * head_dim)
+    scores_space, weights_space = torch.empty(2, batches * most)
+    tiles = []
+    for n, (first, count, seen, mask) in zip(rows, spans, strict=True):
+        queries, mixed = (s[: batches * n * head_dim].view(batches, n, -1) for s in (queries_space, mixed_space))
+        scores, weights = (s[: batches * n * seen].view(batches, n, -1) for s in (scores_space, weights_space))
+        inner = (kv_heads, sequences, count, group, head_dim)
+        tiles.append(
+            Tile(
+                first,
+                count,
+                mask,
+                masked=scores.view(-1, *mask.shape[:-2], n, seen)[..., seen - mask.shape[-1] :],
+                queries_in=queries[:, : count * group].view(inner),
+                queries=queries,
+                keys=keys[:, :seen].transpose(1, 2),
+                scores=scores,
+                weights=weights,
+                products=tuple((weights[..., i : i + TILE], values[:, i : i + TILE]) for i in range(0, seen, TILE)),
+                mixed=mixed,
+                mixed_out=mixed[:, : count * group].view(inner),
+            )
         )
-        for n, span in zip(rows, spans, strict=True)
-    )
+    return tuple(tiles)
 
 
 def _whole(count: int, unit: int) -> int:

@@ -10,16 +10,16 @@ from lockstep_kernels.attention.batch import PagedBatch
 def attention(q: torch.Tensor, cache: torch.Tensor, batch: PagedBatch, scale: float, out: torch.Tensor) -> None:
     """See the public function."""
     _, heads, width = q.shape
-    kv_heads = cache.shape[1]
+    kv_heads = cache.shape[2]
     first = 0
     for i, (new, total) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
         positions = torch.arange(total, device=q.device)
-        slots = batch.block_table[i, positions // batch.block_size] * batch.block_size + positions % batch.block_size
-        keys, values = cache[:, :, slots].float()
+        blocks = batch.block_table[i, positions // batch.block_size]
+        keys, values = cache[blocks, :, :, positions % batch.block_size].float().unbind(1)  # [total, kv_heads, d]
         queries = q[first : first + new].float().view(new, kv_heads, heads // kv_heads, width)
-        scores = torch.einsum("tkgd,ksd->kgts", queries, keys) * scale
+        scores = torch.einsum("tkgd,skd->kgts", queries, keys) * scale
         future = positions > positions[total - new :, None]
         weights = torch.softmax(scores.masked_fill(future, -torch.inf), -1)
-        mixed = torch.einsum("kgts,ksd->tkgd", weights, values)
+        mixed = torch.einsum("kgts,skd->tkgd", weights, values)
         out[first : first + new] = mixed.reshape(new, heads * width).to(out.dtype)
         first += new

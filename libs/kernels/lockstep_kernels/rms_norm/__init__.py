@@ -5,18 +5,14 @@ from __future__ import annotations
 import torch
 
 from lockstep_kernels.checks import check_shape
+from lockstep_kernels.rms_norm import reference
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight, computed in float32 and rounded once.
 
-    x [T, ..., d] (rows may be strided); weight [d], or [h, d] for x [T, h, d] with a gain of its own for each head.
+    x [T, ..., d] (rows may be strided); weight float32 [d], or [h, d] for x [T, h, d] with a gain of its own for each head.
     The result is contiguous and has x's shape and dtype. A row's bits do not depend on T.
     """
-    width = x.shape[-1]
-    if weight.dim() == 1:
-        check_shape("weight", weight, (width,))
-        return torch.nn.functional.rms_norm(x, (width,), weight, eps)
     check_shape("weight", weight, tuple(x.shape[-weight.dim() :]))
-    wide = torch.nn.functional.rms_norm(x.float(), (width,), None, eps)
-    return wide.mul_(weight).to(x.dtype)
+    return reference.rms_norm(x, weight, eps)

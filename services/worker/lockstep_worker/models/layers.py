@@ -20,7 +20,8 @@ ROW_UNIT = 16  # rows of a prefill pass are padded to a multiple: oneDNN compile
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    """qkv: query heads, then key heads, then value heads. head_gains [H + KH, d]: norm of each query and key head, or None."""
+    """qkv: query heads, then key heads, then value heads. head_gains [H + KH, d] float32: the norm of
+    each query and key head, or None."""
 
     qkv: Packed
     out: Packed
@@ -29,7 +30,7 @@ class AttentionWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """A pre-norm decoder layer."""
+    """A pre-norm decoder layer; the gains of its norms are float32."""
 
     attention_norm: torch.Tensor
     attention: AttentionWeights

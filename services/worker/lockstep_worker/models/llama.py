@@ -10,7 +10,7 @@ import torch
 from lockstep_kernels.attention import PagedBatch, attention, prepare
 from lockstep_kernels.linear import Packed, linear, pack
 from lockstep_kernels.rms_norm import rms_norm
-from lockstep_kernels.rope import rotate_, store_kv
+from lockstep_kernels.rope import kv_rows, rotate_, store_kv
 from lockstep_kernels.swiglu import pack_gate_up, swiglu
 from lockstep_worker.inputs import StepInputs
 from lockstep_worker.kv import KvCache, KvSpec
@@ -131,13 +131,14 @@ class Llama:
             return self._embedding.new_empty(0, c.hidden)
         rows = padded_rows(tokens, self._deterministic)
         positions = _padded(inputs.positions, rows)
-        cos, sin = self._cos[positions], self._sin[positions]
+        cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
         hidden = torch.nn.functional.embedding(_padded(inputs.token_ids, rows), self._embedding)
         mixed = hidden.new_zeros(rows, c.heads * c.head_dim)
         batch = PagedBatch(inputs.query_lens, inputs.host_seq_lens, inputs.block_tables[0], kv.block_size)
         prepared = prepare(
             batch, heads=c.heads, kv_heads=c.kv_heads, head_dim=c.head_dim, dtype=mixed.dtype, device=mixed.device
         )
+        stored = kv_rows(inputs.slots[0], c.kv_heads, kv.block_size)
         for i, layer in enumerate(self._layers):
             normed = rms_norm(hidden, layer.attention_norm, c.eps)
             qkv = linear(normed, layer.attention.qkv).view(rows, -1, c.head_dim)
@@ -146,7 +147,7 @@ class Llama:
                 rotated.copy_(rms_norm(rotated, layer.attention.head_gains, c.eps))
             rotate_(rotated, cos, sin)
             cache = kv.layer(0, i)
-            store_kv(qkv[:tokens, c.heads :], cache, inputs.slots[0])
+            store_kv(qkv[:tokens, c.heads :], cache, stored)
             attention(qkv[:tokens, : c.heads], cache, prepared, scale=c.head_dim**-0.5, out=mixed)
             if i == c.layers - 1:  # nothing after it reads the other tokens
                 kept = inputs.logits_index.repeat(2) if wanted == 1 else inputs.logits_index
@@ -173,7 +174,8 @@ def load(
     c = read_config(config)
 
     def take(name: str, *shape: int) -> torch.Tensor:
-        return checkpoint.take(name, shape, dtype).to(device)
+        """Gains of norms stay float32, as `rms_norm` computes in it."""
+        return checkpoint.take(name, shape, torch.float32 if name.endswith("norm.weight") else dtype).to(device)
 
     steps = c.layers + 2
     embedding = take("model.embed_tokens.weight", c.vocab_size, c.hidden)

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+from typing import TYPE_CHECKING
 
 import uvloop
 
@@ -18,23 +19,25 @@ from lockstep_proto.v1 import scheduler_pb2_grpc
 from lockstep_scheduler import metrics
 from lockstep_scheduler.config import SchedulerConfig
 from lockstep_scheduler.group import GroupSupervisor
-from lockstep_scheduler.ledger import REGISTRY_REFRESH, NoLedger, RedisLedger
+from lockstep_scheduler.ledger import Ledger, NoLedger
 from lockstep_scheduler.loop import Settings, StepLoop
 from lockstep_scheduler.server import SchedulerService
+
+if TYPE_CHECKING:
+    from lockstep_scheduler.redis_ledger import RedisLedger
 
 log = logging.getLogger("lockstep_scheduler")
 
 TICK_SECONDS = 0.1
+REGISTRY_REFRESH_SECONDS = 3.0  # the entry lives for 10
 DRAIN_SECONDS = 30.0
 SERVICE = "lockstep.v1.Scheduler"
 
 
 async def serve(settings: SchedulerConfig) -> None:
     clock = SystemClock()
-    if settings.redis_url == "none":
-        ledger: NoLedger | RedisLedger = NoLedger()
-    else:
-        ledger = RedisLedger(settings.redis_url, settings.name, settings.ledger_ttl)
+    redis = None if settings.redis_url == "none" else redis_ledger(settings)
+    ledger: Ledger = redis or NoLedger()
     running = asyncio.get_running_loop()
     loop: StepLoop = StepLoop(
         loop_settings(settings),
@@ -59,7 +62,7 @@ async def serve(settings: SchedulerConfig) -> None:
 
     def changed() -> None:
         ledger.restart()
-        if isinstance(ledger, RedisLedger) and loop.group is not None:
+        if loop.group is not None:
             ledger.term = loop.group.term
         service.group_changed()
         background.append(asyncio.ensure_future(health.ready(loop.ready)))
@@ -71,10 +74,10 @@ async def serve(settings: SchedulerConfig) -> None:
         asyncio.create_task(tick(loop, group)),
         asyncio.create_task(service.publish_load()),
     ]
-    if isinstance(ledger, RedisLedger):
+    if redis:
         tasks += [
-            asyncio.create_task(ledger.run()),
-            asyncio.create_task(register(ledger, loop, address, settings.model)),
+            asyncio.create_task(redis.run()),
+            asyncio.create_task(register(redis, loop, address, settings.model)),
         ]
     log.info("listening on %s, workers %s", address, ", ".join(settings.workers))
 
@@ -85,13 +88,19 @@ async def serve(settings: SchedulerConfig) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    if isinstance(ledger, RedisLedger):
-        await ledger.close()
+    if redis:
+        await redis.close()
     await server.stop(1.0)
 
 
 def void(_: object) -> None:
     """For callbacks that return nothing."""
+
+
+def redis_ledger(settings: SchedulerConfig) -> RedisLedger:
+    from lockstep_scheduler.redis_ledger import RedisLedger  # a scheduler without Redis needs no client
+
+    return RedisLedger(settings.redis_url, settings.name, settings.ledger_ttl)
 
 
 def loop_settings(settings: SchedulerConfig) -> Settings:
@@ -121,7 +130,7 @@ async def register(ledger: RedisLedger, loop: StepLoop, address: str, model: str
     while True:
         if loop.group is not None:
             await ledger.register(address, model or loop.group.facts.model)
-            await asyncio.sleep(REGISTRY_REFRESH)
+            await asyncio.sleep(REGISTRY_REFRESH_SECONDS)
         else:
             await asyncio.sleep(0.1)
 

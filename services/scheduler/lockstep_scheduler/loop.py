@@ -36,6 +36,7 @@ from lockstep_common.steps import U32, Body, Header, Kind, PlanOutcome, Sampling
 from lockstep_scheduler import plan
 from lockstep_scheduler.blocks import chain, root
 from lockstep_scheduler.booking import Booked, EventBatch, book, end_event, events, replay_event
+from lockstep_scheduler.ledger import Ledger
 from lockstep_scheduler.plan import Limits, RankState, Waiting
 from lockstep_scheduler.request import Choice, End, Phase, Request, Slots
 from lockstep_scheduler.vote import Point, Position, Rules, agree, point, rules_for
@@ -50,24 +51,6 @@ class Workers(Protocol):
 
     def send(self, header: Header, bodies: Sequence[Body]) -> None:
         """Queues plan `header.seq` to every rank; never blocks. A failure is reported to the group's supervisor."""
-        ...
-
-
-class Ledger(Protocol):
-    """Where tokens become durable, off the loop."""
-
-    def append(self, seq: int, entries: Sequence[tuple[Choice, int, U32]]) -> None: ...
-
-    def end(self, choice: Choice, tokens: int) -> None: ...
-
-    @property
-    def acked(self) -> int:
-        """Every outcome up to this seq may be forgotten by the workers."""
-        ...
-
-    @property
-    def wanted(self) -> bool:
-        """False: append need not be told the tokens."""
         ...
 
 

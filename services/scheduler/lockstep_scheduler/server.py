@@ -17,7 +17,7 @@ from lockstep_common.errors import InvalidRequest, LockstepError, Overloaded, Un
 from lockstep_common.steps import Sampling, f32, u32, u64
 from lockstep_proto.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from lockstep_scheduler.booking import EventBatch
-from lockstep_scheduler.ledger import NoLedger, RedisLedger
+from lockstep_scheduler.ledger import Ledger
 from lockstep_scheduler.loop import Group, StepLoop
 from lockstep_scheduler.request import Request
 
@@ -47,9 +47,7 @@ class RouterSession:
 
 
 class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
-    def __init__(
-        self, loop: StepLoop, ledger: NoLedger | RedisLedger, clock: Clock, *, shard_id: str, grace: float
-    ) -> None:
+    def __init__(self, loop: StepLoop, ledger: Ledger, clock: Clock, *, shard_id: str, grace: float) -> None:
         self._loop = loop
         self._ledger = ledger
         self._clock = clock
@@ -118,14 +116,14 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     # -- requests -------------------------------------------------------------------------------------------------------
 
     def _submit(self, session: RouterSession, message: scheduler_pb2.Submit) -> None:
-        if isinstance(self._ledger, RedisLedger):
-            task = asyncio.create_task(self._submit_durably(session, message, self._ledger))
+        if self._ledger.wanted:
+            task = asyncio.create_task(self._submit_durably(session, message))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         elif (request := self._queue(session, message)) is not None:
             self._accept(session, request, durable=False)
 
-    async def _submit_durably(self, session: RouterSession, message: scheduler_pb2.Submit, ledger: RedisLedger) -> None:
+    async def _submit_durably(self, session: RouterSession, message: scheduler_pb2.Submit) -> None:
         """Write the record, answer, and only then queue: a refusal never touches Redis, a token never comes first."""
         try:
             prompt = u32(message.prompt)
@@ -137,7 +135,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             message.request_id, session.number, message.handle, prompt, read_sampling(message.sampling), message.n,
             message.priority, 0, 0.0, 0,
         )  # fmt: skip
-        durable = await ledger.open(draft, ACCEPT_SECONDS)
+        durable = await self._ledger.open(draft, ACCEPT_SECONDS)
         if session.number in self._sessions and (request := self._queue(session, message)) is not None:
             self._accept(session, request, durable)
 
@@ -248,7 +246,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             cached_tokens=stats.cached_tokens,
             preemptions=stats.preemptions,
             overrun_row_steps=stats.overrun_row_steps,
-            durable=isinstance(self._ledger, RedisLedger) and self._ledger.durable,
+            durable=self._ledger.durable,
         )
 
     async def drain(self, timeout: float) -> None:

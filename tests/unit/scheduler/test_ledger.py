@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from lockstep_common.steps import Sampling
-from lockstep_scheduler import ledger as module
-from lockstep_scheduler.ledger import RedisLedger
+from lockstep_scheduler import redis_ledger as module
+from lockstep_scheduler.redis_ledger import RedisLedger
 from lockstep_scheduler.request import Choice, End, Request
 
 

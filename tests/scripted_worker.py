@@ -203,6 +203,13 @@ class ScriptedEngine:
                 self._wait(delay_ms / 1000)
             yield self._result(stepped)
 
+    def poll(self, *, wait: bool) -> Iterator[StepResult]:
+        return iter(())
+
+    @property
+    def in_flight(self) -> int:
+        return 0
+
     def close(self) -> None:
         self._rows.clear()
 

@@ -7,14 +7,17 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 from lockstep_common.errors import LockstepError, Unavailable
 from lockstep_common.steps import GroupConfig, Plan, WorkerFacts
-from lockstep_worker.protocol import Coalescer, Engine, GroupLost, PlanLog
+from lockstep_worker.protocol import Coalescer, Engine, GroupLost, PlanLog, StepResult
 
 log = logging.getLogger(__name__)
+
+_POLL_S = 0.00025  # how often results are looked for while the next plan may come
 
 
 class State(enum.IntEnum):
@@ -44,6 +47,7 @@ class Driver:
         self.tokens = 0
         self._engine = engine
         self._jobs: queue.SimpleQueue[Callable[[], None] | Plan | None] = queue.SimpleQueue()
+        self._open: deque[Coalescer] = deque()  # of plans whose results are not all there, oldest first
         self._free_ns = 0  # since when the engine has had nothing to do
         self._thread = threading.Thread(target=self._main, name="steps", daemon=True)
 
@@ -90,21 +94,37 @@ class Driver:
             self.facts = self._engine.load(self._progress)
             self.loaded = 1.0
             self._enter(State.WAITING, "loaded, waiting for a scheduler")
-            while (job := self._jobs.get()) is not None:
-                if not isinstance(job, Plan):
-                    job()
-                    continue
+            while (job := self._next_job()) is not None:
                 try:
-                    self._run(job)
+                    if isinstance(job, Plan):
+                        self._run(job)
+                    else:
+                        self._book(self._engine.poll(wait=True))
+                        job()
                 except GroupLost as error:
                     log.error("%s; waiting to be configured again", error.message)
-                    self.group = None
-                    self.plans.close()
-                    self._enter(State.WAITING, error.message)
+                    self._leave(error.message)
+            self._book(self._engine.poll(wait=True))
             self._engine.close()
         except BaseException as error:
             log.exception("the engine failed")
             self._enter(State.FAILED, error.message if isinstance(error, LockstepError) else repr(error))
+
+    def _next_job(self) -> Callable[[], None] | Plan | None:
+        """The next job; until it comes, results of steps in flight are booked as they come."""
+        while self._engine.in_flight:
+            try:
+                return self._jobs.get(timeout=_POLL_S)
+            except queue.Empty:
+                self._book(self._engine.poll(wait=False))
+        return self._jobs.get()
+
+    def _leave(self, message: str) -> None:
+        """Gives up the group; its plans in flight are cut."""
+        self.group = None
+        self._open.clear()
+        self.plans.close()
+        self._enter(State.WAITING, message)
 
     def _progress(self, loaded: float, message: str) -> None:
         self.loaded = loaded
@@ -114,9 +134,7 @@ class Driver:
         if group == self.group and self.facts is not None and group.epoch == self.plans.epoch:
             return self.facts
         self.plans.check_configure(group.epoch, group.term)
-        self.group = None
-        self.plans.close()
-        self._enter(State.WAITING, f"joining epoch {group.epoch} as rank {group.rank}")
+        self._leave(f"joining epoch {group.epoch} as rank {group.rank}")
         self.facts = self._engine.configure(group)
         self.plans.configure(group, self.facts)
         self.group = group
@@ -128,22 +146,34 @@ class Driver:
         if self.group is None or not self.plans.start(plan):
             return
         start_ns = time.perf_counter_ns()
-        coalescer = Coalescer(
-            plan.header,
-            dp_rank=self.group.dp_rank,
-            notice=plan.body.notice,
-            start_ns=start_ns,
-            idle_ns=start_ns - self._free_ns,
+        self._open.append(
+            Coalescer(
+                plan.header,
+                dp_rank=self.group.dp_rank,
+                notice=plan.body.notice,
+                start_ns=start_ns,
+                idle_ns=0 if self._open else start_ns - self._free_ns,
+            )
         )
-        for result in self._engine.run(plan):
-            self.steps += 1
-            self.tokens += len(result.words)
-            if coalescer.add(result, time.perf_counter_ns()):
-                self.plans.record(coalescer.flush(self.plans.turnaround(plan.header.seq, coalescer.notice_ns)))
-                self.changed()
-        self._free_ns = time.perf_counter_ns()
+        self._book(self._engine.run(plan))
         if self.message:
             self._enter(State.READY, "")
+
+    def _book(self, results: Iterator[StepResult]) -> None:
+        """Adds results to the oldest plan that lacks some, and records what is due."""
+        for result in results:
+            self.steps += 1
+            self.tokens += len(result.words)
+            now_ns = time.perf_counter_ns()
+            oldest = self._open[0]
+            if oldest.add(result, now_ns):
+                self.plans.record(oldest.flush(self.plans.turnaround(oldest.seq, oldest.notice_ns)))
+                self.changed()
+            if oldest.complete:
+                self._open.popleft()
+                self._free_ns = now_ns
+                if self._open:
+                    self._open[0].begin(now_ns)
 
     def _enter(self, state: State, message: str) -> None:
         self.state, self.message = state, message

@@ -21,6 +21,9 @@ class DeviceTime:
         if (remaining := self._at_ns - time.perf_counter_ns()) > 0:
             time.sleep(remaining / 1e9)
 
+    def query(self) -> bool:
+        return time.perf_counter_ns() >= self._at_ns
+
 
 class NullModel:
     """A model whose forward pass takes `step_ms` of an asynchronous device and computes nothing.

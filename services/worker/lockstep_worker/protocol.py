@@ -61,7 +61,11 @@ class GroupLost(Unavailable):
 
 
 class Engine(Protocol):
-    """Runs plans. All methods are called by one thread, in this order: load, (configure, run*)*, close."""
+    """Runs plans. All methods are called by one thread, in this order: load, (configure, (run | poll)*)*, close.
+
+    An engine over an asynchronous device may be behind with results: `run` then returns while its last steps are in flight, so
+    that the next plan can be queued before the device is free.
+    """
 
     def load(self, progress: Callable[[float, str], None]) -> WorkerFacts:
         """Makes the model ready; `progress` takes the loaded share 0..1 and what is being done."""
@@ -72,10 +76,19 @@ class Engine(Protocol):
         ...
 
     def run(self, plan: Plan) -> Iterator[StepResult]:
-        """Applies the body and runs the plan's steps, one result each, in order.
+        """Applies the body and runs the plan's steps. Yields results in the order of steps, also those of plans before.
 
         GroupLost: the plan was cut because another worker is gone. Any other exception is the engine's end.
         """
+        ...
+
+    def poll(self, *, wait: bool) -> Iterator[StepResult]:
+        """Results of steps in flight: those that are there, or with `wait` all."""
+        ...
+
+    @property
+    def in_flight(self) -> int:
+        """Steps whose results have not been yielded."""
         ...
 
     def close(self) -> None: ...
@@ -158,6 +171,7 @@ class PlanLog:
         self._kept: deque[PlanOutcome] = deque()
         self._unsent: deque[PlanOutcome] = deque()
         self._rows = RowTable()
+        self._next_body: Body | None = None  # of a plan that started before all outcomes of the one before were there
         self._arrival = (0, 0)  # seq and time of the newest plan
         self._open = False  # in a group
 
@@ -184,6 +198,7 @@ class PlanLog:
             self._kept.clear()
             self._unsent.clear()
             self._rows = RowTable(group.max_rows, widths)
+            self._next_body = None
             self._open = True
 
     def accept(self, plan: Plan, now_ns: int) -> bool:
@@ -209,12 +224,15 @@ class PlanLog:
             return True
 
     def start(self, plan: Plan) -> bool:
-        """Marks the plan as running and applies its body to the row table; False if its epoch is over."""
+        """Marks the plan as running; False if its epoch is over. The row table follows once the plans before are finished."""
         with self._lock:
             if plan.header.epoch != self.epoch:
                 return False
             self.started = plan.header.seq
-            self._rows.apply(plan.body)
+            if self.finished == plan.header.seq - 1:
+                self._rows.apply(plan.body)
+            else:
+                self._next_body = plan.body
             return True
 
     def record(self, outcome: PlanOutcome) -> None:
@@ -227,6 +245,9 @@ class PlanLog:
             self._unsent.append(outcome)
             if outcome.last:
                 self.finished = outcome.seq
+                if self._next_body is not None:
+                    self._rows.apply(self._next_body)
+                    self._next_body = None
 
     def take(self) -> list[PlanOutcome]:
         """The outcomes that no stream and no attachment has carried yet."""
@@ -292,7 +313,17 @@ class Coalescer:
         self._last_ns = start_ns
         self._oldest_ns = start_ns
         self._pending: list[StepResult] = []
+        self.seq = header.seq
         self.notice_ns = 0  # when the notice was due; 0 not yet
+
+    def begin(self, now_ns: int) -> None:
+        """The plan before has ended now, after this one was queued."""
+        self._sent_ns = self._last_ns = now_ns
+
+    @property
+    def complete(self) -> bool:
+        """All steps were flushed."""
+        return self._sent == self._steps
 
     def add(self, result: StepResult, now_ns: int) -> bool:
         """Takes the next step's result, which ended now; True if `flush` is due."""

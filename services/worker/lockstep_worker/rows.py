@@ -80,7 +80,7 @@ class Batch:
         self._row_bits = (index << ROW_SHIFT) | first_bit
         near_limit = bool((self._host_lengths + len(self._positions) - 1 >= rows.host_limits[host_rows]).any())
         self._limits = rows.limits[index] if near_limit else None
-        self._alive = torch.ones(self.size, dtype=torch.bool, device=rows.device) if rows.masked else None
+        self.alive = rows.alive[index] if rows.masked else None
 
     @property
     def exhausted(self) -> bool:
@@ -126,13 +126,13 @@ class Batch:
             length_bit=LENGTH_BIT,
             fault_bit=FAULT_BIT,
         )
-        if self._alive is not None:
-            self._alive &= (words & END_BITS) == 0
+        if self.alive is not None:
+            self.alive &= (words & END_BITS) == 0
         return words
 
     def _mask(self, slots: torch.Tensor) -> torch.Tensor:
         """Rows that ended write to the null block."""
-        return slots if self._alive is None else torch.where(self._alive, slots, NULL_BLOCK)
+        return slots if self.alive is None else torch.where(self.alive, slots, NULL_BLOCK)
 
 
 class Rows:
@@ -159,6 +159,7 @@ class Rows:
         self.last = of_rows()  # last token, whose KV is not computed yet
         self.lengths = of_rows()  # tokens known
         self.limits = of_rows()  # length at which the row ends
+        self.alive = torch.zeros(max_rows, dtype=torch.bool, device=device)  # kept only if `masked`
         self.history = of_rows(max_model_len + 1)  # all tokens known
         self.tables = tuple(of_rows(-(-max_model_len // size)) for size in block_sizes)
         self.sampling = SamplingRows(max_rows, vocab_size, device)
@@ -243,6 +244,8 @@ class Rows:
         self.last[index] = tokens[:, -1]
         self.lengths[index] += done
         self.host_lengths[batch.host_rows] += done
+        if batch.alive is not None:
+            self.alive[index] = batch.alive
 
     def end(self, rows: I64) -> None:
         self.states[rows] = ENDED
@@ -291,6 +294,7 @@ class Rows:
         self.host_limits[rows] = limits
         self.lengths[index] = self.to_device(lengths)
         self.limits[index] = self.to_device(limits)
+        self.alive[index] = True
         tokens = _stacked([add.tokens for add in adds])
         self.history[index, : tokens.shape[1]] = self.to_device(tokens)
         self.last[index] = self.to_device(tokens[np.arange(len(adds)), lengths - 1])

@@ -57,6 +57,10 @@ class Mark(Protocol):
         """Returns when the device has come to it."""
         ...
 
+    def query(self) -> bool:
+        """Whether the device has come to it."""
+        ...
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -94,6 +98,10 @@ class _InFlight:
     logprobs: torch.Tensor | None
     tops: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     ready: Mark | None
+
+    @property
+    def there(self) -> bool:
+        return self.ready is None or self.ready.query()
 
 
 class Runner:
@@ -147,11 +155,21 @@ class Runner:
         return self._facts(self._group.num_blocks)
 
     def run(self, plan: Plan) -> Iterator[StepResult]:
-        """Applies a plan and runs it. Results come in the order of steps, one each."""
+        """Applies a plan and runs it; up to `lag` steps stay in flight at its end."""
         with torch.inference_mode():  # halves the cost of a small operation
+            if plan.body.adds or len(plan.body.removes):
+                yield from self._read(0)  # results are booked to the rows they were sampled for
             self._apply(plan.body)
             yield from self._prefill(plan) if plan.header.kind == Kind.PREFILL else self._decode(plan)
-            yield from self._read(0)
+
+    def poll(self, *, wait: bool) -> Iterator[StepResult]:
+        """Results of steps in flight: those that are there, or with `wait` all."""
+        while self._in_flight and (wait or self._in_flight[0].there):
+            yield self._result(self._in_flight.popleft())
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._in_flight)
 
     def leave(self) -> None:
         """Leaves the group, if there is one."""
@@ -219,12 +237,11 @@ class Runner:
     def _read(self, lag: int) -> Iterator[StepResult]:
         """The results of all steps but the last `lag`."""
         while len(self._in_flight) > lag:
-            step = self._in_flight.popleft()
-            if step.ready is not None:
-                step.ready.synchronize()
-            yield self._result(step)
+            yield self._result(self._in_flight.popleft())
 
     def _result(self, step: _InFlight) -> StepResult:
+        if step.ready is not None:
+            step.ready.synchronize()
         words: U64 = step.words.numpy().view(np.uint64)
         result = StepResult(words)
         if step.logprobs is not None and (wanted := step.batch.sampling.wanted) is not None:
@@ -280,6 +297,8 @@ class Runner:
         ):
             for _ in self.run(plan):
                 pass
+        for _ in self.poll(wait=True):
+            pass
         with torch.inference_mode():
             for group in range(len(tables)):
                 self._kv.zero(group, self._rows.to_device(np.array([NULL_BLOCK], np.int64)))

@@ -207,6 +207,22 @@ def test_row_table_follows_plans_and_outcomes() -> None:
     assert state.blocks[0].tolist() == [5, 6, 7, 8]
 
 
+def test_row_table_waits_for_the_outcomes_of_the_plan_before() -> None:
+    """Plan 2 is queued on the device, and gives row 0 to another request, while plan 1 still has tokens in flight."""
+    log = configured()
+    add = AddRow(0, "old", 0, 1, u32(1), 0, (u32(3),), Sampling(), 9)
+    log.accept(first := Plan(Header(1, 1, Kind.DECODE, 0, 1), Body(1, 0, adds=(add,)), b"1"), 0)
+    new = AddRow(0, "new", 0, 1, u32(1), 0, (u32(4),), Sampling(), 9)
+    log.accept(second := Plan(Header(1, 2, Kind.DECODE, 0, 1), Body(1, 0, removes=u32(0), adds=(new,)), b"2"), 0)
+    log.start(first)
+    log.start(second)
+    found = log.attach(1, 1)
+    assert (found.started, found.finished) == (2, 0) and found.rows[0].request_id == "old"
+    log.record(PlanOutcome(1, 1, 0, 0, 1, True, u32(1), pack_words([5], [0], [0])))
+    (row,) = log.attach(1, 1).rows
+    assert (row.request_id, row.offset) == ("new", 0)
+
+
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 6)), max_size=6))
 def test_spans(pairs: list[tuple[int, int]]) -> None:
     owner, values = spans([s for s, _ in pairs], [c for _, c in pairs])

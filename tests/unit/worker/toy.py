@@ -91,6 +91,9 @@ class InstantMark:
     def synchronize(self) -> None:
         pass
 
+    def query(self) -> bool:
+        return False
+
 
 def make_runner(model: ToyModel, *, lag: bool = False, max_rows: int = ROWS) -> Runner:
     """A configured runner; `lag`: as on an asynchronous device, results are read a step late."""
@@ -172,7 +175,7 @@ class PlanDriver:
         listed = sorted(self.running() if rows is None else rows)
         writes: list[tuple[int, int, int]] = []
         for row in listed:
-            need = -(-min(len(self.rows[row].tokens) + self.window, MAX_LEN) // BLOCK)
+            need = -(-min(len(self.rows[row].tokens) + self.window + self.runner.in_flight, MAX_LEN) // BLOCK)
             if need > self._blocks[row]:
                 writes.append((row, self._blocks[row], need - self._blocks[row]))
                 self._blocks[row] = need
@@ -183,7 +186,8 @@ class PlanDriver:
         self._book(self.runner.run(self._plan(Kind.DECODE, self.window, body)))
 
     def remove(self, row: int) -> Choice:
-        """Removes a row with the next plan."""
+        """Removes a row with the next plan; the choice has all its tokens, as when a scheduler has booked the plans before."""
+        self.settle()
         self._removes.append(row)
         return self.rows.pop(row)
 
@@ -193,6 +197,11 @@ class PlanDriver:
     def finish(self) -> None:
         while self.running():
             self.decode()
+        self.settle()
+
+    def settle(self) -> None:
+        """Books what is in flight."""
+        self._book(self.runner.poll(wait=True))
 
     @staticmethod
     def blocks_of(row: int, start: int, count: int) -> list[int]:

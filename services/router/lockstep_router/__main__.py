@@ -9,12 +9,14 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import prometheus_client
 import uvicorn
 import uvloop
+from fastapi import FastAPI
 
 from lockstep_common import config as settings
 from lockstep_common import logs, rpc
@@ -35,7 +37,7 @@ from lockstep_router.validate import Door, load_defaults
 
 log = logging.getLogger("lockstep_router")
 
-READY_SECONDS = 0.25  # how often readiness is carried to the gRPC health service
+READY_SECONDS = 0.1  # how often readiness is carried to the gRPC health service
 
 
 def main() -> None:
@@ -97,14 +99,14 @@ async def serve(config: RouterConfig) -> None:
         if config.metrics_port:
             prometheus_client.start_http_server(config.metrics_port, config.host, metrics.registry)
         if config.grpc_port:
-            await stack.enter_async_context(_grpc_front(config, door, sessions, context))
-        rest = _Rest(build_app(context, api_key=config.api_key), config)
-        serving = asyncio.create_task(rest.serve())
+            await stack.enter_async_context(_grpc_front(config, context))
+        rest = _Rest(build_app(context, api_key=config.api_key))
+        serving = asyncio.create_task(rest.serve(sockets=[_listen(config.host, config.port)]))
         log.info("router of %s listens on http://%s:%d", config.name, config.host, config.port)
         done, _ = await asyncio.wait([serving, stop], return_when=asyncio.FIRST_COMPLETED)
         if serving in done:
             await serving
-            raise ConfigError(f"cannot listen on {config.host}:{config.port}")
+            raise ConfigError("the REST interface ended by itself")
         log.info("draining %d requests", sessions.active)
         await sessions.drained(config.drain_timeout)
         rest.should_exit = True
@@ -114,12 +116,10 @@ async def serve(config: RouterConfig) -> None:
 class _Rest(uvicorn.Server):
     """uvicorn without its own idea of signals."""
 
-    def __init__(self, app: object, config: RouterConfig) -> None:
+    def __init__(self, app: FastAPI) -> None:
         super().__init__(
             uvicorn.Config(
-                app,  # type: ignore[arg-type]
-                host=config.host,
-                port=config.port,
+                app,
                 loop="none",
                 http="httptools",
                 ws="none",
@@ -138,10 +138,19 @@ class _Rest(uvicorn.Server):
         yield
 
 
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=2048
+        )
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+
+
 @contextlib.asynccontextmanager
-async def _grpc_front(config: RouterConfig, door: Door, sessions: Sessions, context: Context):  # type: ignore[no-untyped-def]
+async def _grpc_front(config: RouterConfig, context: Context) -> AsyncIterator[None]:
     server = rpc.make_server(rpc.Security(token=config.api_key))
-    health = add_inference(server, InferenceService(door, sessions))
+    health = add_inference(server, InferenceService(context.door, context.sessions))
     rpc.bind(server, f"{config.host}:{config.grpc_port}")
     await server.start()
     await health.start()

@@ -130,17 +130,10 @@ def read_bandwidth(size: int = 256 << 20) -> float:
 
 
 async def _alone(settings: Settings) -> dict[str, Any]:
-    command = [
-        sys.executable,
-        "-m",
-        "lockstep_bench.worker_alone",
-        "--model",
-        str(settings.model),
-        "--dtype",
-        settings.dtype,
-    ]
-    figures = await _json_of("worker_alone", command, timeout=600)
-    return {"engine": "lockstep", "what": "alone", "source": "measured", **{name: figures[name] for name in ALONE}}
+    command = [sys.executable, "-m", "lockstep_bench.worker_alone", str(settings.model), "--dtype", settings.dtype]
+    found = await _json_of("worker_alone", command, timeout=600)
+    values = (found["decode"]["1"]["best"], found["decode"]["8"]["best"], found["prefill"]["best"])
+    return {"engine": "lockstep", "what": "alone", "source": "measured", **dict(zip(ALONE, values, strict=True))}
 
 
 async def _served(
@@ -243,7 +236,7 @@ def _what(clients: int) -> str:
 
 
 async def _json_of(name: str, command: list[str], *, timeout: float) -> dict[str, Any]:
-    """The JSON object on the last line that the command prints."""
+    """The last JSON object that the command printed at the beginning of a line."""
     with Fleet() as fleet:
         process = fleet.start(name, command, env=_OFFLINE | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
         deadline = time.monotonic() + timeout
@@ -253,11 +246,13 @@ async def _json_of(name: str, command: list[str], *, timeout: float) -> dict[str
             await asyncio.sleep(0.1)
         if process.returncode:
             raise LockstepError(f"{name} failed:\n{process.tail()}")
-        for line in reversed(process.log.read_text(errors="replace").splitlines()):
-            if line.startswith("{"):
-                figures: dict[str, Any] = json.loads(line)
-                return figures
-        raise LockstepError(f"{name} printed no figures:\n{process.tail()}")
+        output = process.log.read_text(errors="replace")
+        start = output.rfind("\n{")
+        try:
+            figures: dict[str, Any] = json.JSONDecoder().raw_decode(output[start + 1 :])[0]
+        except ValueError:
+            raise LockstepError(f"{name} printed no figures:\n{process.tail()}") from None
+        return figures
 
 
 async def _status(command: list[str]) -> int:

@@ -156,6 +156,8 @@ class StepLoop:
     def advance(self) -> None:
         """Sends plans while the next one is due. Every rank's body belongs to the one header that all ranks agree on."""
         while self.group is not None and self._due():
+            for rank in self.ranks:
+                self._requeue(plan.make_room(rank, self.slots))
             draft = self._draft()
             ballots = plan.votes(self.ranks, draft, self.slots, min(self.rules.a, self.rules.max_window), self.draining)
             header = agree(self._position(), self.rules, ballots)
@@ -234,8 +236,7 @@ class StepLoop:
                     rank, draft.ranks[position], self.slots, self.waiting, self.limits, **common
                 )
             else:
-                body, mine, victims = plan.commit_decode(rank, self.slots, header.k, notice=notice, **common)
-                self._requeue(victims)
+                body, mine = plan.commit_decode(rank, self.slots, header.k, notice=notice, **common)
             bodies.append(body)
             flight.tables.append(self._table(mine))
             flight.rows.append(len(mine))

@@ -248,20 +248,22 @@ def commit_prefill(
     return body, mine
 
 
+def make_room(rank: RankState, slots: Slots) -> list[Choice]:
+    """Preempts until every row that decodes can get its block for one more step; returns the victims. Call it before the
+    votes: what a rank then says of itself (`max_k` at least 1) is true."""
+    victims: list[Choice] = []
+    while int(_growth(rank, slots, decodable(rank, slots), 1)[1].sum()) > rank.pool.available:
+        victims += preempt(rank, _victim(rank, slots), slots)
+    return victims
+
+
 def commit_decode(
     rank: RankState, slots: Slots, k: int, *, seq: int, term: int, ack: int, notice: int
-) -> tuple[Body, Slot, list[Choice]]:
-    """The rank's body of a decode window of k steps, the slots of its rows, and the choices preempted to make room."""
-    victims: list[Choice] = []
-    while True:
-        mine = decodable(rank, slots)
-        target = np.minimum(slots.planned[mine] + k, slots.limit[mine])
-        need = _blocks_for(target - 1, rank.pool.block_size) - slots.owned[mine]
-        total = int(need[need > 0].sum())
-        if total <= rank.pool.available:
-            break
-        victim = _victim(rank, slots)
-        victims += preempt(rank, victim, slots)
+) -> tuple[Body, Slot]:
+    """The rank's body of a decode window of k steps, k at most its `max_k`, and the slots of its rows."""
+    mine = decodable(rank, slots)
+    target, need = _growth(rank, slots, mine, k)
+    total = int(need.sum())
     writes: tuple[TableWrite, ...] = ()
     new = NO_U32
     if total:
@@ -296,7 +298,7 @@ def commit_decode(
         zeroes=(new,),
         rows=slots.row[mine].astype(np.uint32),
     )
-    return body, mine, victims
+    return body, mine
 
 
 def release(rank: RankState, choice: Choice) -> None:
@@ -496,10 +498,8 @@ def _advance(rank: RankState, choice: Choice, count: int, slots: Slots) -> None:
 def _max_k(rank: RankState, slots: Slots, want_k: int) -> int:
     """The most steps, up to want_k, for which every row gets its blocks without a preemption; at least 1."""
     mine = decodable(rank, slots)
-    planned, limit, owned = slots.planned[mine], slots.limit[mine], slots.owned[mine]
     for k in range(want_k, 1, -1):
-        need = _blocks_for(np.minimum(planned + k, limit) - 1, rank.pool.block_size) - owned
-        if int(need[need > 0].sum()) <= rank.pool.available:
+        if int(_growth(rank, slots, mine, k)[1].sum()) <= rank.pool.available:
             return k
     return 1
 
@@ -510,8 +510,11 @@ def _victim(rank: RankState, slots: Slots) -> Choice:
     return max((c for c in running if c is not None), key=lambda c: c.order)
 
 
-def _blocks_for(tokens: npt.NDArray[np.int64], block_size: int) -> npt.NDArray[np.int64]:
-    return -(-tokens // block_size)
+def _growth(rank: RankState, slots: Slots, mine: Slot, k: int) -> tuple[Slot, Slot]:
+    """For k more steps: the length of each row afterwards, and the blocks that it lacks. The last token's KV comes later."""
+    target = np.minimum(slots.planned[mine] + k, slots.limit[mine])
+    need = -(-(target - 1) // rank.pool.block_size) - slots.owned[mine]
+    return target, np.maximum(need, 0)
 
 
 def _take_departed(rank: RankState) -> U32:

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lockstep_common.errors import ContextLengthExceeded, InvalidRequest, LockstepError, Overloaded
@@ -35,6 +35,7 @@ def test_one_request() -> None:
     window=st.sampled_from([1, 2, 8]),
     a=st.sampled_from([1, 2, 4]),
 )
+@example(seed=400, dp=1, num_blocks=34, window=1, a=1)  # the only decoding row is the youngest, and there is no block
 @settings(max_examples=60, deadline=None)
 def test_random_arrivals(seed: int, dp: int, num_blocks: int, window: int, a: int) -> None:
     """Arrivals, sizes, stops, cancels, stop strings, n, priorities at random; small pools force preemption."""

@@ -162,17 +162,23 @@ def _first_model(http: httpx.Client) -> str:
         _check(response)
         models = response.json()["data"]
     except httpx.HTTPError as error:
-        raise Unavailable(f"no server at {http.base_url} ({error}); start one with `lockstep up`") from error
+        raise Unavailable(f"no server at {_shown_url(http)} ({error}); start one with `lockstep up`") from error
     if not models:
-        raise Unavailable(f"{http.base_url} serves no model")
+        raise Unavailable(f"{_shown_url(http)} serves no model")
     return str(models[0]["id"])
+
+
+def _shown_url(http: httpx.Client) -> str:
+    return str(http.base_url).rstrip("/")  # httpx adds a slash
 
 
 def _converse(chat: Conversation) -> int:
     if sys.stdin.isatty():
         import readline  # noqa: F401  (gives `input` line editing and a history)
 
-        print(f"{chat.model} at {chat.http.base_url}. Ctrl-C ends an answer, Ctrl-D the conversation.", file=sys.stderr)
+        print(
+            f"{chat.model} at {_shown_url(chat.http)}. Ctrl-C ends an answer, Ctrl-D the conversation.", file=sys.stderr
+        )
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "")

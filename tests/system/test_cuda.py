@@ -1,0 +1,78 @@
+"""The real worker on a CUDA device, through its scheduler: the same tokens as on the CPU. Needs a GPU; fp32, a tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep_bench.client import Answer
+from lockstep_common.steps import Sampling
+from tests.system.harness import gather_in_order, stack
+from tests.system.test_bits import GREEDY, SEEDED, jobs
+from tests.tiny_model import make_tiny_model, special_ids
+
+pytestmark = pytest.mark.gpu
+LOGPROB_TOLERANCE = 1e-3  # fp32 sums in another order, over the depth of the tiny model
+
+
+def run(model: Path, device: str, **options: Any) -> tuple[list[Answer], list[Answer]]:
+    """All jobs alone, then all together."""
+
+    async def compute() -> tuple[list[Answer], list[Answer]]:
+        worker = {"device": device, "dtype": options.pop("dtype", "float32")}
+        async with stack(model, worker=worker, with_router=False, **options) as s, s.session() as session:
+            alone = [await session.submit(prompt, sampling).answer() for prompt, sampling in jobs()]
+            together = await gather_in_order(
+                *(session.submit(prompt, sampling).answer() for prompt, sampling in jobs())
+            )
+            await s.idle()
+            return alone, together
+
+    return asyncio.run(compute())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("cuda") / "tiny")
+
+
+def same(found: list[Answer], expected: list[Answer]) -> None:
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert a.tokens == b.tokens and a.ends == b.ends, f"request {i}"
+        for x, y in zip(a.logprobs, b.logprobs, strict=True):
+            assert max(abs(p - q) for p, q in zip(x, y, strict=True)) < LOGPROB_TOLERANCE, f"request {i}"
+
+
+@pytest.mark.parametrize("window", [1, 8])
+def test_the_gpu_generates_what_the_cpu_does(model: Path, window: int) -> None:
+    scheduler = {"max_window": window, "max_num_seqs": 8}
+    expected, _ = run(model, "cpu", scheduler=scheduler)
+    alone, together = run(model, "cuda", scheduler=scheduler)
+    same(alone, expected)
+    same(together, expected)
+
+
+def test_bf16_runs_and_keeps_the_limits(model: Path) -> None:
+    alone, together = run(model, "cuda", dtype="bfloat16", scheduler={"max_num_seqs": 8})
+    for answers in (alone, together):
+        for (_, sampling), answer in zip(jobs(), answers, strict=True):
+            assert 1 <= len(answer.tokens[0]) <= sampling.max_tokens
+
+
+def test_stop_ids_and_min_tokens_hold(model: Path) -> None:
+    async def compute() -> list[Answer]:
+        async with stack(model, worker={"device": "cuda"}, with_router=False) as s, s.session() as session:
+            stops = tuple(special_ids().values())
+            samplings: list[Sampling] = [
+                replace(GREEDY, stop_ids=stops, bias=((stops[0], 100.0),), min_tokens=5),
+                replace(SEEDED, stop_ids=stops, bias=((stops[-1], 100.0),)),
+            ]
+            return [await session.submit([1, 2, 3], sampling).answer() for sampling in samplings]
+
+    held, stopped = asyncio.run(compute())
+    assert held.ends == ("stop",) and len(held.tokens[0]) == 6
+    assert stopped.ends == ("stop",) and len(stopped.tokens[0]) == 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -21,6 +22,7 @@ import httpx
 from lockstep_bench.client import SchedulerSession, wait_serving
 from lockstep_bench.processes import HOST, Fleet, Process, free_port, http_get, parse_metrics, wait_http
 from lockstep_bench.sse import SseReader
+from lockstep_cli.machine import _valkey_binary
 from tests.tiny_model import Shape
 
 Flags = Mapping[str, Any]
@@ -330,6 +332,44 @@ async def stack(
         finally:
             if found.rest_client is not None:
                 await found.rest_client.close()
+
+
+@asynccontextmanager
+async def scripted(model: Path, scripts: list[dict[str, Any]] | None = None, **options: Any) -> AsyncIterator[Stack]:
+    """A stack around scripted workers; by default they generate slowly enough to be interrupted."""
+    flags = {"step_ms": 5.0, **options.pop("worker", {})}
+    if scripts is not None:
+        path = model.parent / f"script-{free_port()}.json"
+        path.write_text(json.dumps(scripts))
+        flags["script"] = path
+    async with stack(model, worker_module=SCRIPTED, worker=flags, **options) as found:
+        yield found
+
+
+@asynccontextmanager
+async def valkey() -> AsyncIterator[tuple[Process, str]]:
+    """A real Valkey and its URL."""
+    port = free_port()
+    with Fleet() as fleet:
+        command = [
+            str(_valkey_binary()),
+            "--port",
+            str(port),
+            "--bind",
+            HOST,
+            "--save",
+            "",
+            "--dir",
+            str(fleet.log_dir),
+        ]
+        server = fleet.start("valkey", command)
+        for _ in range(200):
+            with socket.socket() as probe:
+                if probe.connect_ex((HOST, port)) == 0:
+                    break
+            await asyncio.sleep(0.05)
+        server.check()
+        yield server, f"redis://{HOST}:{port}/0"
 
 
 def _service(fleet: Fleet, name: str, module: str, flags: Flags) -> Service:

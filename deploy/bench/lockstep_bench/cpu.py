@@ -130,10 +130,17 @@ def read_bandwidth(size: int = 256 << 20) -> float:
 
 
 async def _alone(settings: Settings) -> dict[str, Any]:
-    command = [sys.executable, "-m", "lockstep_bench.worker_alone", str(settings.model), "--dtype", settings.dtype]
-    found = await _json_of("worker_alone", command, timeout=600)
-    values = (found["decode"]["1"]["best"], found["decode"]["8"]["best"], found["prefill"]["best"])
-    return {"engine": "lockstep", "what": "alone", "source": "measured", **dict(zip(ALONE, values, strict=True))}
+    command = [
+        sys.executable,
+        "-m",
+        "lockstep_bench.worker_alone",
+        "--model",
+        str(settings.model),
+        "--dtype",
+        settings.dtype,
+    ]
+    figures = await _json_of("worker_alone", command, timeout=600)
+    return {"engine": "lockstep", "what": "alone", "source": "measured", **{name: figures[name] for name in ALONE}}
 
 
 async def _served(

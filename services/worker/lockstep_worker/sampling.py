@@ -23,6 +23,7 @@ GREEDY_BELOW = 1e-5  # temperatures under this are greedy: the noise could not c
 _NO_TOKEN = -1
 
 I64 = npt.NDArray[np.int64]
+Index = torch.Tensor | slice  # [m] int64, or a slice of everything, which selects without a copy
 
 
 class Feature(enum.IntFlag):
@@ -82,18 +83,18 @@ class _Int(enum.IntEnum):
 class Shaped:
     """The n rows of a batch whose logits are changed before a token is chosen.
 
-    The fields from `bias` on are [m] int64 into these n; None: no row asks for it.
+    The fields from `bias` on are indices into these n; None: no row asks for it.
     """
 
-    index: torch.Tensor  # [n] int64 into the batch
+    index: Index  # into the batch
     rows: torch.Tensor  # [n] int64
-    bias: torch.Tensor | None
-    min_tokens: torch.Tensor | None
-    penalties: torch.Tensor | None
-    random: torch.Tensor | None
-    min_p: torch.Tensor | None
-    top_k: torch.Tensor | None
-    top_p: torch.Tensor | None
+    bias: Index | None
+    min_tokens: Index | None
+    penalties: Index | None
+    random: Index | None
+    min_p: Index | None
+    top_k: Index | None
+    top_p: Index | None
     max_top_k: int
 
 
@@ -182,18 +183,19 @@ class SamplingRows:
     def count(self, shaped: Shaped | None, tokens: torch.Tensor) -> None:
         """Counts the tokens just sampled [B], for rows with penalties."""
         if shaped is not None and (i := shaped.penalties) is not None:
-            self.counts[shaped.rows[i], tokens[shaped.index[i]]] += 1
+            self.counts[shaped.rows[i], tokens[shaped.index][i]] += 1
 
     def _shaped(self, rows: I64, features: I64) -> Shaped:
-        index = np.flatnonzero(features & int(Feature.SHAPED))
-        rows, features = rows[index], features[index]
+        shaped = np.flatnonzero(features & int(Feature.SHAPED))
+        index = self._index(shaped, len(rows))
+        rows, features = rows[shaped], features[shaped]
 
-        def having(feature: Feature) -> torch.Tensor | None:
+        def having(feature: Feature) -> Index | None:
             found = np.flatnonzero(features & int(feature))
-            return self._to_device(found) if len(found) else None
+            return self._index(found, len(rows)) if len(found) else None
 
         return Shaped(
-            index=self._to_device(index),
+            index=index,
             rows=self._to_device(rows),
             bias=having(Feature.BIAS),
             min_tokens=having(Feature.MIN_TOKENS),
@@ -204,6 +206,9 @@ class SamplingRows:
             top_p=having(Feature.TOP_P),
             max_top_k=int(self._top_k[rows[features & int(Feature.TOP_K) != 0]].max(initial=0)),
         )
+
+    def _index(self, found: I64, count: int) -> Index:
+        return slice(None) if len(found) == count else self._to_device(found)
 
     def _wanted(self, rows: I64, features: I64) -> Wanted:
         wanted = np.flatnonzero(features & int(Feature.LOGPROBS))
@@ -241,7 +246,7 @@ class TokenSampler:
     def sample(self, logits: torch.Tensor, batch: SamplingBatch, positions: torch.Tensor) -> Sampled:
         tokens, best = ops.greedy(logits)
         if (shaped := batch.shaped) is not None:
-            tokens[shaped.index] = self._choose(logits[shaped.index], shaped, positions[shaped.index])
+            tokens[shaped.index] = self._choose(_copy(logits, shaped.index), shaped, positions[shaped.index])
         bad = ~torch.isfinite(best)
         if (wanted := batch.wanted) is None:
             return Sampled(tokens, bad)
@@ -272,7 +277,7 @@ class TokenSampler:
             )
         if batch.random is None:
             return ops.greedy(x)[0]
-        tokens = ops.greedy(x)[0] if len(batch.random) < len(rows) else torch.empty_like(rows)
+        tokens = torch.empty_like(rows) if isinstance(batch.random, slice) else ops.greedy(x)[0]
         x[batch.random] = ops.temper(x[batch.random], state.floats[rows[batch.random], _Column.TEMPERATURE])
         if (i := batch.min_p) is not None:
             x[i] = ops.keep_min_p(x[i], state.floats[rows[i], _Column.MIN_P])
@@ -285,6 +290,10 @@ class TokenSampler:
         noise = ops.gumbel(keys[:, _Int.SEED], keys[:, _Int.CHOICE], positions[i], x.shape[1])
         tokens[i] = ops.draw(x[i], noise)
         return tokens
+
+
+def _copy(x: torch.Tensor, index: Index) -> torch.Tensor:
+    return x.clone() if isinstance(index, slice) else x[index]
 
 
 def top_logprobs_of(

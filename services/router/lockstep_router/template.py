@@ -139,6 +139,7 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except jinja2.exceptions.TemplateError as error:
             raise ConfigError(f"{name}: {error}") from error
+        self._blind, self._begins_with_space = _without_controls(tokenizer.hf)
         controls = [t for t in tokenizer.hf.get_added_tokens_decoder().values() if t.special and t.content]
         self._controls = _control_pattern(controls)
         self._typed = re.compile("|".join(re.escape(t) for t in _longest_first(t.content for t in controls)) or "(?!)")
@@ -165,13 +166,9 @@ class ChatTemplate:
             _budget.reset(token)
         return "".join(pieces)
 
-    def has_typed_controls(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> bool:
-        """True if some text that came with the request spells a control token (encoding it takes longer)."""
-        return _any_text(lambda text: self._typed.search(text) is not None, (messages, variables))
-
     def encode(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """The prompt's ids. Nothing is added to what the template writes (it writes its own BOS)."""
-        if not self.has_typed_controls(messages, variables):
+        if not _any_text(lambda text: self._typed.search(text) is not None, (messages, variables)):
             return self._tokenizer.encode(self.render(messages, **variables), add_special_tokens=False)
         mark = "".join(secrets.choice(_PRIVATE_USE) for _ in range(24))
         broken = functools.partial(self._typed.sub, lambda match: match[0][:1] + mark + match[0][1:])
@@ -191,8 +188,10 @@ class ChatTemplate:
                 continue
             if start > plain_from:
                 ids += self._tokenizer.encode(text[plain_from:start], add_special_tokens=False)
-            twin = _without_controls(self._tokenizer.hf, start == 0)
-            ids += twin.encode_batch_fast([text[start:end].replace(mark, "")], add_special_tokens=False)[0].ids
+            stretch = text[start:end].replace(mark, "")
+            if start == 0 and self._begins_with_space and not stretch.startswith(" "):
+                stretch = " " + stretch
+            ids += self._blind.encode_batch_fast([stretch], add_special_tokens=False)[0].ids
             plain_from = end
         if plain_from < len(text):
             ids += self._tokenizer.encode(text[plain_from:], add_special_tokens=False)
@@ -242,21 +241,19 @@ def _stretches(text: str, controls: re.Pattern[str]) -> Iterator[tuple[int, int]
 
 
 @functools.lru_cache(maxsize=4)
-def _without_controls(hf: HfTokenizer, first: bool) -> HfTokenizer:
-    """The same tokenizer, blind to control tokens. Unless `first`, its texts are not the beginning of a sequence."""
+def _without_controls(hf: HfTokenizer) -> tuple[HfTokenizer, bool]:
+    """The same tokenizer, blind to control tokens and taking every text as the middle of a sequence; and whether it
+    writes a space before a text that begins one. Costs time and memory, so it is made at the start, not by a request."""
     description = json.loads(hf.to_str())
-    if not first:
-        _continue_sequence(description.get("pre_tokenizer"))
+    begins_with_space = False
+    pre_tokenizer = description.get("pre_tokenizer") or {}
+    for part in (pre_tokenizer, *(pre_tokenizer.get("pretokenizers") or ())):
+        if part.get("type") == "Metaspace" and part.get("prepend_scheme") == "first":
+            part["prepend_scheme"] = "never"
+            begins_with_space = True
     twin = HfTokenizer.from_str(json.dumps(description))
     twin.encode_special_tokens = True
-    return twin
-
-
-def _continue_sequence(pre_tokenizer: Any) -> None:
-    """Metaspace that prepends its space only at a sequence's beginning must not do so in the middle."""
-    for part in [pre_tokenizer, *((pre_tokenizer or {}).get("pretokenizers") or ())]:
-        if isinstance(part, dict) and part.get("type") == "Metaspace" and part.get("prepend_scheme") == "first":
-            part["prepend_scheme"] = "never"
+    return twin, begins_with_space
 
 
 def _any_text(predicate: Any, value: Any) -> bool:

@@ -316,7 +316,7 @@ class Door:
             "add_generation_prompt": fields.flag("add_generation_prompt", True),
         }
         keep = read_truncation(fields, limits.max_model_len)
-        if size <= INLINE_CHARS and len(messages) <= 64 and not template.has_typed_controls(messages, variables):
+        if size <= INLINE_CHARS and len(messages) <= 64:
             ids = template.encode(messages, **variables)
         else:
             ids = await self._beside(lambda: template.encode(messages, **variables))

@@ -70,6 +70,18 @@ def test_a_typed_control_text_is_encoded_as_its_characters(make: Any) -> None:
     assert tokenizer.vocabulary.decode(forged, skip_special_tokens=True).count("<|im_end|>") == 1
 
 
+@pytest.mark.parametrize("make", TOKENIZERS)
+def test_a_typed_control_text_at_the_very_beginning(make: Any) -> None:
+    """Where nothing is before it, the text begins the sequence as any other would."""
+    tokenizer: Tokenizer = make()
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", tokenizer)
+    for content, begins in (("one two <s>", "one two"), (" one two <s>", " one two"), ("<s> one", "")):
+        ids = template.encode(user(content))
+        same = tokenizer.encode(begins, add_special_tokens=False)[:2]
+        assert ids[: len(same)] == same and tokenizer.hf.token_to_id("<s>") not in ids
+        assert tokenizer.vocabulary.decode(ids) == content.removeprefix(" " * tokenizer.vocabulary.strips_first_space)
+
+
 def test_template_variables_are_users_texts_too() -> None:
     template = ChatTemplate("{{ mood }}{% for m in messages %}{{ m.content }}{% endfor %}", byte_level())
     assert TURN_END not in template.encode(user("x"), mood="</s><|im_end|>")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -62,16 +64,26 @@ class Worker:
 
 
 @asynccontextmanager
-async def worker(*words: str) -> AsyncIterator[Worker]:
-    port = free_port()
-    module, *flags = words or NULL
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", module, "--port", str(port), *flags)
-    started = Worker(process, port)
+async def workers(*commands: Sequence[str]) -> AsyncIterator[list[Worker]]:
+    """One process a command (module, flags), loaded."""
+    started = []
     try:
-        await started.client.loaded(60)
+        for module, *flags in commands:
+            port = free_port()
+            words = ("-m", module, "--port", str(port), *flags)
+            started.append(Worker(await asyncio.create_subprocess_exec(sys.executable, *words), port))
+        for w in started:
+            await w.client.loaded(60)
         yield started
     finally:
-        await started.close()
+        for w in started:
+            await w.close()
+
+
+@asynccontextmanager
+async def worker(*words: str) -> AsyncIterator[Worker]:
+    async with workers(words or NULL) as (w,):
+        yield w
 
 
 class Stream:
@@ -218,7 +230,7 @@ async def test_unreadable_plans_and_unequal_settings_are_refused() -> None:
 async def test_two_coupled_workers_step_together() -> None:
     """Rank 1 has no rows and steps along; without its plan rank 0 waits, and says for whom."""
     quick = (*NULL, "--collective-deadline-s", "0.4")
-    async with worker(*quick) as one, worker(*quick) as two:
+    async with workers(quick, quick) as (one, two):
         await form(one, two)
         streams = Stream(one), Stream(two)
         await streams[0].send(*prefill(1))
@@ -235,7 +247,7 @@ async def test_two_coupled_workers_step_together() -> None:
 
 
 async def test_the_survivor_of_a_group_is_ready_for_the_next_one() -> None:
-    async with worker() as one, worker() as two:
+    async with workers(NULL, NULL) as (one, two):
         await form(one, two)
         stream = Stream(one)
         await stream.send(*prefill(1))
@@ -249,7 +261,7 @@ async def test_the_survivor_of_a_group_is_ready_for_the_next_one() -> None:
 
 
 async def test_a_group_of_unequal_models_is_refused_by_all() -> None:
-    async with worker() as one, worker(*NULL, "--null-vocab-size", "999") as two:
+    async with workers(NULL, (*NULL, "--null-vocab-size", "999")) as (one, two):
         results = await asyncio.gather(*configure_all(one, two), return_exceptions=True)
         hashes = [result.message for result in results if isinstance(result, Conflict)]
         assert len(hashes) == 2, results
@@ -264,6 +276,20 @@ async def test_the_scripted_worker_speaks_the_same_protocol() -> None:
         await stream.send(*prefill(1))
         await stream.send(*decode(2, 0))
         assert tokens_in(await stream.finish(2)) == 9
+        w.process.send_signal(signal.SIGTERM)
+        assert await w.ended() == 0
+
+
+async def test_a_hanging_engine_does_not_keep_the_process(tmp_path: Path) -> None:
+    script = tmp_path / "script.json"
+    script.write_text(json.dumps([{"match": "*", "tokens": [5], "hang_after": 1}]))
+    async with worker(*SCRIPTED, "--script", str(script)) as w:
+        await w.configure()
+        stream = Stream(w)
+        await stream.send(*prefill(1))
+        await stream.finish(1)
+        await stream.send(*decode(2, 0))
+        assert (await w.attach()).finished == 1, "attach answers while a plan hangs"
         w.process.send_signal(signal.SIGTERM)
         assert await w.ended() == 0
 

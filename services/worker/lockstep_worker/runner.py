@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lockstep_common.errors import Conflict
+from lockstep_common.errors import Conflict, Unsupported
 from lockstep_common.steps import (
     NULL_BLOCK,
     U64,
@@ -133,6 +133,8 @@ class Runner:
 
     def configure(self, group: GroupConfig) -> WorkerFacts:
         loaded = self._loaded
+        if group.cp != 1:
+            raise Unsupported(f"cp {group.cp}: a rank of several workers (context parallelism) is not supported")
         if group.max_rows > loaded.max_rows or group.max_model_len > loaded.max_model_len:
             raise Conflict(
                 f"the group wants {group.max_rows} rows of {group.max_model_len} tokens; this worker was started for "

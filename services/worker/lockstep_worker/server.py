@@ -242,8 +242,12 @@ async def serve(driver: Driver, address: str, security: rpc.Security = rpc.PLAIN
     driver.start()
     code = await stop
     await health.draining()
-    await asyncio.to_thread(driver.stop, _GOODBYE_S)
+    stopped = await asyncio.to_thread(driver.stop, _GOODBYE_S)
     await server.stop(_GOODBYE_S if code == 0 else 0)
+    if not stopped:
+        log.warning("the engine is still busy (%s); leaving it", driver.message or driver.state.name)
+        logging.shutdown()
+        os._exit(code)
     return code
 
 

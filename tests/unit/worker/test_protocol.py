@@ -193,7 +193,7 @@ class LogMachine(RuleBasedStateMachine):
 
 
 TestLog = LogMachine.TestCase
-TestLog.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLog.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
 
 
 def test_row_table_follows_plans_and_outcomes() -> None:

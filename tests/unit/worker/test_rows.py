@@ -171,7 +171,7 @@ class RowsMachine(RuleBasedStateMachine):
 
 
 TestRows = RowsMachine.TestCase
-TestRows.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
+TestRows.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
 
 
 def test_rows_that_the_host_does_not_know_to_have_ended_write_to_the_null_block() -> None:

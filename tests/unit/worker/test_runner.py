@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep_common.errors import Conflict, LockstepError
+from lockstep_common.errors import Conflict, LockstepError, Unsupported
 from lockstep_common.steps import Body, Flag, GroupConfig, Header, Kind, Plan, Sampling, TopLogprobs
 from lockstep_worker.collectives import Alone
 from lockstep_worker.protocol import StepResult
@@ -204,6 +204,8 @@ def test_configure_refuses_more_than_the_worker_was_started_for() -> None:
     runner = make_runner(ToyModel())
     with pytest.raises(Conflict, match="max_num_seqs"):
         runner.configure(GroupConfig(2, 1, 0, 0, 0, 1, 1, "", 0, ROWS + 1, MAX_LEN, 32, 8, 0))
+    with pytest.raises(Unsupported, match="cp 2"):
+        runner.configure(GroupConfig(2, 1, 0, 0, 0, 1, 2, "", 0, ROWS, MAX_LEN, 32, 8, 0))
     facts = runner.configure(GroupConfig(2, 1, 0, 0, 0, 1, 1, "", 0, ROWS, MAX_LEN, 32, 8, 20))
     assert facts.groups[0].num_blocks == 20 and facts.vocab_size == VOCAB
 

@@ -130,9 +130,12 @@ class Coupled:
         except (RuntimeError, dist.DistError) as error:
             missing = [peer for key, peer in zip(keys, self._peers, strict=True) if not self._store.check([key])]
             raise DeadlineExceeded(f"not everybody came to the group; missing: {', '.join(missing)}") from error
+        members = [self._store.get(key).decode().partition(" ") for key in keys]
+        self._store.set(f"read-{self._rank}", "")
+        if self._rank == 0:  # whoever hosts the store must not leave before everybody has read
+            self._store.wait([f"read-{rank}" for rank in range(self._size)], timeout)
         smallest = mine.num_blocks
-        for key, peer in zip(keys, self._peers, strict=True):
-            blocks, _, config_hash = self._store.get(key).decode().partition(" ")
+        for (blocks, _, config_hash), peer in zip(members, self._peers, strict=True):
             if config_hash != mine.config_hash:
                 raise Conflict(
                     f"config hash {mine.config_hash} of {self._peers[self._rank]} is not {config_hash} of {peer}: "

@@ -128,12 +128,13 @@ def config_hash(config: ConfigFile, checkpoint: Checkpoint, dtype: torch.dtype) 
 def check_full_attention(config: ConfigFile, max_model_len: int) -> None:
     """Raises ConfigError naming the field if a layer would see less than all earlier positions."""
     kinds = config.get("layer_types")
-    if kinds is not None and set(kinds) != {"full_attention"}:
-        raise config.error(
-            "layer_types", f"has {sorted(set(kinds) - {'full_attention'})}: only full_attention is supported"
-        )
-    window = config.get("sliding_window")
-    if window is not None and config.get("use_sliding_window") is not False and window < max_model_len:
-        raise config.error(
-            "sliding_window", f"is {window}, less than the {max_model_len} positions: it is not supported"
-        )
+    if kinds is not None and not isinstance(kinds, list):
+        raise config.error("layer_types", f"is {kinds!r}, expected a list")
+    others = sorted({str(kind) for kind in kinds or ()} - {"full_attention"})
+    if others:
+        raise config.error("layer_types", f"has {others}: only full_attention is supported")
+    if config.get("sliding_window") is None or not config.flag("use_sliding_window", True):
+        return
+    window = config.integer("sliding_window")
+    if window < max_model_len:
+        raise config.error("sliding_window", f"is {window}, less than the {max_model_len} positions: not supported")

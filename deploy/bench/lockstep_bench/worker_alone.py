@@ -1,6 +1,6 @@
 """The worker's model alone, without rows, sampling or wire: what the machine gives before anything is served.
 
-python -m lockstep_bench.worker_alone MODEL_DIR [--dtype bfloat16] [--context 128] [--batch 1 8] [--prompt 512]
+python -m lockstep_bench.worker_alone --model DIR [--dtype bfloat16] [--context 128] [--batch 1 8] [--prompt 512]
 """
 
 from __future__ import annotations
@@ -79,29 +79,25 @@ def measure(
     threads: int = 0,
     seconds: float = 2.0,
 ) -> dict[str, object]:
-    """Prefill and decode speed of the model in `model_dir`: best and median tokens a second."""
+    """Prefill and decode speed of the model in `model_dir`: {prefill_512, decode_b1, ...}_{tok_per_s (the best),
+    median_tok_per_s, ms}, and what was measured.
+    """
     if threads:
         torch.set_num_threads(threads)
     model = load_model(model_dir, dtype=DTYPES[dtype], device=CPU, deterministic=True)
-    decode = {str(batch): measure_decode(model, batch=batch, context=context, seconds=seconds) for batch in batches}
-    return {
-        "model": model_dir.name,
-        "dtype": dtype,
-        "threads": torch.get_num_threads(),
-        "prompt": prompt,
-        "context": context,
-        "prefill": measure_prefill(model, prompt=prompt, seconds=seconds),
-        "decode": decode,
-    }
+    figures = {f"prefill_{prompt}": measure_prefill(model, prompt=prompt, seconds=seconds)}
+    figures |= {f"decode_b{n}": measure_decode(model, batch=n, context=context, seconds=seconds) for n in batches}
+    facts = {"model": model_dir.name, "dtype": dtype, "threads": torch.get_num_threads(), "context": context}
+    return facts | {f"{what}_{name}": value for what, values in figures.items() for name, value in values.items()}
 
 
 def _measure(model: Model, inputs: StepInputs, tokens: int, blocks: int, seconds: float) -> dict[str, float]:
     kv = KvCache(model.kv_specs(), num_blocks=blocks + 1, block_size=BLOCK_SIZE, device=CPU)
     times = _times(lambda: model.logits(model.forward(inputs, kv)), seconds)
     return {
-        "best": round(tokens / min(times), 1),
-        "median": round(tokens / statistics.median(times), 1),
-        "best_ms": round(min(times) * 1e3, 2),
+        "tok_per_s": round(tokens / min(times), 1),
+        "median_tok_per_s": round(tokens / statistics.median(times), 1),
+        "ms": round(min(times) * 1e3, 2),
     }
 
 
@@ -126,7 +122,7 @@ def _tables(count: int, blocks: int) -> list[list[int]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="lockstep_bench.worker_alone", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("model_dir", type=Path)
+    parser.add_argument("--model", type=Path, required=True, dest="model_dir")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], dest="batches")
     parser.add_argument("--context", type=int, default=128)

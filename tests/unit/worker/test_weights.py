@@ -20,7 +20,7 @@ from lockstep_worker.weights import CONFIG, INDEX, SINGLE, ConfigFile
 from tests.tiny_model import Shape, make_tiny_model
 
 CPU = torch.device("cpu")
-SHAPE = Shape(vocab=32, hidden=16, layers=2, heads=2, kv_heads=1, ffn=24, max_model_len=64)
+SHAPE = Shape(vocab=320, hidden=16, layers=2, heads=2, kv_heads=1, ffn=24, max_model_len=64)
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def test_shards_that_do_not_fit_the_index_are_named(tiny: Path) -> None:
     with pytest.raises(ConfigError, match=f"{INDEX}: weight_map puts tensor {name} into model-00002"):
         load(tiny)
     (tiny / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(ConfigError, match="model-00002-of-00002.safetensors: cannot be read"):
+    with pytest.raises(ConfigError, match=r"model-00002-of-00002\.safetensors: cannot be read"):
         load(tiny)
     (tiny / INDEX).write_text("{}")
     with pytest.raises(ConfigError, match=f"{INDEX}: weight_map is missing"):
@@ -217,4 +217,4 @@ def test_a_placeholder_step_gives_no_hidden_states(tiny: Path, kind: Kind) -> No
     )
     model = load(tiny)
     kv = KvCache(model.kv_specs(), num_blocks=2, block_size=16)
-    assert model.logits(model.forward(inputs, kv)).shape == (0, 32)
+    assert model.logits(model.forward(inputs, kv)).shape == (0, 320)

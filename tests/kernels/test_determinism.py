@@ -1,0 +1,123 @@
+"""The same bits of logits whatever happens around a sequence: batch mates, chunking, decode or prefill, preemption, blocks, threads."""
+
+from __future__ import annotations
+
+import functools
+import random
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep_common.steps import Kind
+from lockstep_worker.models import Model, load_model
+from tests.kernels.sequences import EVERY, NONE, Chunk, Sequences
+from tests.tiny_model import Shape, make_tiny_model
+
+SHAPES = {
+    "grouped": Shape(max_model_len=256),
+    "many heads": Shape(hidden=48, heads=6, kv_heads=6, ffn=80, max_model_len=256),
+    "as SmolLM2": Shape(hidden=576, heads=9, kv_heads=3, ffn=1536, max_model_len=256),
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@functools.cache
+def model_of(shape: str, dtype: str) -> Model:
+    with tempfile.TemporaryDirectory() as directory:
+        path = make_tiny_model(Path(directory), shape=SHAPES[shape])
+        return load_model(path, dtype=DTYPES[dtype], device=torch.device("cpu"), deterministic=True)
+
+
+def random_tokens(model: Model, rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(model.vocab_size) for _ in range(length)]
+
+
+def alone(model: Model, tokens: list[int]) -> torch.Tensor:
+    """[n, vocab]: one sequence, one pass, one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return Sequences(model, [tokens]).run(Kind.PREFILL, [(0, 0, len(tokens))], wanted=EVERY)
+    finally:
+        torch.set_num_threads(before)
+
+
+def some_pass(rng: random.Random, done: list[int], lens: list[int]) -> tuple[Kind, list[Chunk]]:
+    """The next position of some unfinished sequences, or chunks of them."""
+    open_ones = [i for i, (at, n) in enumerate(zip(done, lens, strict=True)) if at < n]
+    chosen = rng.sample(open_ones, rng.randint(1, len(open_ones)))
+    started = [i for i in chosen if done[i]]
+    if started and rng.random() < 0.7:
+        return Kind.DECODE, [(i, done[i], done[i] + 1) for i in started]
+    borders = (1, 15, 16, 17, 63, 64, 65)
+    chunks = []
+    for i in chosen:
+        left = lens[i] - done[i]
+        count = min(left, rng.choice([rng.randint(1, left), rng.choice(borders), left]))
+        chunks.append((i, done[i], done[i] + count))
+    return Kind.PREFILL, chunks
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    shape=st.sampled_from(list(SHAPES)),
+    dtype=st.sampled_from(list(DTYPES)),
+    threads=st.sampled_from([1, 2]),
+    count=st.integers(1, 9),
+    block_size=st.sampled_from([4, 16, 64]),
+    seed=st.integers(0, 2**31),
+)
+def test_any_schedule_gives_the_same_bits(
+    shape: str, dtype: str, threads: int, count: int, block_size: int, seed: int
+) -> None:
+    rng = random.Random(seed)
+    model = model_of(shape, dtype)
+    lens = [rng.choice([1, 2, 16, 17, 63, 64, 65, 128, 129, rng.randint(1, 140)]) for _ in range(count)]
+    tokens = [random_tokens(model, rng, n) for n in lens]
+    want = [alone(model, t) for t in tokens]
+    sequences = Sequences(model, tokens, block_size=block_size, seed=seed)
+    done, preemptions, passes = [0] * count, 0, 0
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        while done != lens and passes < 60:
+            kind, chunks = some_pass(rng, done, lens)
+            logits = sequences.run(kind, chunks)
+            for row, (i, start, end) in zip(logits, chunks, strict=True):
+                assert torch.equal(row, want[i][end - 1]), f"{kind.name} of {start}..{end} of {lens[i]} among {chunks}"
+                done[i] = end
+            passes += 1
+            if preemptions < 2 and rng.random() < 0.1:
+                victim = rng.randrange(count)
+                sequences.move(victim)
+                done[victim], preemptions = 0, preemptions + 1
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_decode_alone_and_among_seven_others(dtype: str) -> None:
+    rng = random.Random(5)
+    model = model_of("as SmolLM2", dtype)
+    lens = [100, 3, 64, 65, 200, 17, 128, 31]
+    tokens = [random_tokens(model, rng, n + 8) for n in lens]
+    want = alone(model, tokens[0])
+    lonely, crowd = Sequences(model, tokens[:1]), Sequences(model, tokens, seed=9)
+    lonely.run(Kind.PREFILL, [(0, 0, lens[0])])
+    crowd.run(Kind.PREFILL, [(i, 0, n) for i, n in enumerate(lens)])
+    for step in range(8):
+        chunks = [(i, n + step, n + step + 1) for i, n in enumerate(lens)]
+        assert torch.equal(lonely.run(Kind.DECODE, chunks[:1])[0], want[lens[0] + step])
+        assert torch.equal(crowd.run(Kind.DECODE, chunks)[0], want[lens[0] + step])
+
+
+def test_a_pass_that_wants_no_logits_writes_its_keys_and_values() -> None:
+    model = model_of("grouped", "float32")
+    tokens = random_tokens(model, random.Random(6), 40)
+    sequences = Sequences(model, [tokens])
+    assert sequences.run(Kind.PREFILL, [(0, 0, 39)], wanted=NONE).shape == (0, model.vocab_size)
+    assert torch.equal(sequences.run(Kind.DECODE, [(0, 39, 40)])[0], alone(model, tokens)[39])

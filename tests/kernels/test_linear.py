@@ -1,0 +1,100 @@
+"""linear and swiglu against float64, with and without what follows, and the same bits for a row in any company."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep_kernels.linear import linear, pack, reference
+from lockstep_kernels.swiglu import pack_gate_up, swiglu
+from lockstep_kernels.swiglu import reference as swiglu_reference
+
+SHAPES = [(960, 576), (576, 1536), (257, 64), (48, 31), (1, 16)]
+FOLLOWERS = ["nothing", "silu", "times", "plus"]
+
+
+@pytest.fixture(params=[1, 2], autouse=True)
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def operands(rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(rows + n + k)
+    x, weight, bias, other = torch.randn(rows, k), torch.randn(n, k) / k**0.5, torch.randn(n), torch.randn(rows, n)
+    return tuple(t.to(dtype) for t in (x, weight, bias, other))
+
+
+def following(name: str, other: torch.Tensor) -> dict[str, Any]:
+    followers: dict[str, dict[str, Any]] = {
+        "nothing": {},
+        "silu": {"silu": True},
+        "times": {"times": other},
+        "plus": {"plus": other},
+    }
+    return followers[name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("follower", FOLLOWERS)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_matches_float64(n: int, k: int, follower: str, dtype: torch.dtype) -> None:
+    for rows in (0, 1, 2, 5, 17):
+        x, weight, bias, other = operands(rows, n, k, dtype)
+        y = linear(x, pack(weight, bias), **following(follower, other))
+        exact = reference.linear(x.double(), weight.double(), bias.double(), **following(follower, other.double()))
+        tolerance = 1e-5 if dtype == torch.float32 else 2**-7
+        torch.testing.assert_close(y.double(), exact, rtol=tolerance, atol=tolerance)
+        assert y.dtype == dtype and y.shape == (rows, n)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shape=st.sampled_from(SHAPES),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    follower=st.sampled_from(FOLLOWERS),
+    first=st.integers(0, 40),
+    rows=st.integers(1, 40),
+)
+def test_a_row_does_not_depend_on_its_neighbours(
+    shape: tuple[int, int], dtype: torch.dtype, follower: str, first: int, rows: int
+) -> None:
+    x, weight, bias, other = operands(80, *shape, dtype)
+    packed = pack(weight, bias)
+    whole = linear(x, packed, **following(follower, other))
+    part = slice(first, first + rows)
+    assert torch.equal(linear(x[part], packed, **following(follower, other[part])), whole[part])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_swiglu_matches_float64_and_is_row_invariant(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(19, 64).to(dtype)
+    gate, up = (torch.randn(2, 160, 64) / 8).to(dtype)
+    gate_bias, up_bias = torch.randn(2, 160).to(dtype)
+    weight = pack_gate_up(gate, up, gate_bias, up_bias)
+    exact = swiglu_reference.swiglu(*(t.double() for t in (x, gate, up, gate_bias, up_bias)))
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-6
+    whole = swiglu(x, weight)
+    torch.testing.assert_close(whole.double(), exact, rtol=tolerance, atol=tolerance)
+    for part in (slice(0, 1), slice(3, 5), slice(4, 13)):
+        assert torch.equal(swiglu(x[part], weight), whole[part])
+
+
+def test_operands_that_do_not_fit_are_refused() -> None:
+    packed = pack(torch.ones(4, 8))
+    with pytest.raises(ValueError, match=r"x has shape \(2, 7\), expected \(2, 8\)"):
+        linear(torch.ones(2, 7), packed)
+    with pytest.raises(ValueError, match="at most one of silu, times and plus"):
+        linear(torch.ones(2, 8), packed, silu=True, plus=torch.ones(2, 4))
+    with pytest.raises(ValueError, match="plus has shape"):
+        linear(torch.ones(2, 8), packed, plus=torch.ones(1, 4))
+    with pytest.raises(ValueError, match="gate has shape"):
+        pack_gate_up(torch.ones(4, 8), torch.ones(5, 8))

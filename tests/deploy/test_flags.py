@@ -23,7 +23,7 @@ FLAGS = {
         null_max_model_len""",
     ("lockstep_router.config", "RouterConfig"): f"""{SERVICE}
         grpc_port schedulers redis_url model served_model_name api_key seed accept_timeout reconnect_timeout
-        drain_timeout""",
+        drain_timeout ssl_certfile ssl_keyfile""",
 }
 
 

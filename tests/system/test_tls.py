@@ -1,17 +1,24 @@
-"""Mutual TLS and the shared token on the internal ports, between real processes."""
+"""TLS at every port, mutual TLS and the shared token at the internal ones, between real processes."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import ssl
 import subprocess
 from pathlib import Path
 
+import httpx
 import pytest
 
 from lockstep_bench.client import SchedulerSession
 from lockstep_bench.processes import HOST, Fleet, free_port
+from lockstep_common import rpc
 from lockstep_common.errors import DeadlineExceeded
 from lockstep_common.rpc import Security
 from lockstep_common.steps import Sampling
+from lockstep_proto.v1 import inference_pb2, inference_pb2_grpc
+from tests.tiny_model import make_tiny_model
 
 
 def openssl(*words: str, cwd: Path) -> None:
@@ -72,3 +79,34 @@ async def test_only_known_peers_with_the_token_are_served(certificates: Path) ->
             with pytest.raises(DeadlineExceeded):
                 await SchedulerSession.open(scheduler, timeout=1.5, security=refused)
         assert ours.token not in running.tail(1000)
+
+
+async def test_the_public_ports_speak_tls(certificates: Path, tmp_path: Path) -> None:
+    model, authority = make_tiny_model(tmp_path / "tiny"), str(certificates / "ca.pem")
+    worker, scheduler, rest, front = (free_port() for _ in range(4))
+    with Fleet() as fleet:
+        fleet.python("worker", "-m", "lockstep_worker", "--model", str(model), "--device", "cpu", "--port", str(worker))
+        fleet.python("scheduler", "-m", "lockstep_scheduler", "--workers", f"{HOST}:{worker}", "--port", str(scheduler))
+        router = fleet.python(
+            "router", "-m", "lockstep_router", "--model", str(model), "--schedulers", f"{HOST}:{scheduler}",
+            "--port", str(rest), "--grpc-port", str(front), "--ssl-certfile", str(certificates / "node.pem"),
+            "--ssl-keyfile", str(certificates / "node.key"),
+        )  # fmt: skip
+        async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=authority), trust_env=False) as http:
+            for _ in range(600):
+                router.check()
+                with contextlib.suppress(httpx.TransportError):
+                    if (await http.get(f"https://{HOST}:{rest}/readyz")).status_code == 200:
+                        break
+                await asyncio.sleep(0.1)
+            body = {"model": "tiny", "prompt": "a", "max_tokens": 3, "ignore_eos": True}
+            answer = await http.post(f"https://{HOST}:{rest}/v1/completions", json=body)
+            assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 3
+            with pytest.raises(httpx.TransportError):
+                await http.get(f"http://{HOST}:{rest}/livez")
+        channel = rpc.open_channel(f"{HOST}:{front}", Security(ca=authority))
+        models = await inference_pb2_grpc.InferenceStub(channel).ListModels(
+            inference_pb2.ListModelsRequest(), timeout=10
+        )
+        assert [m.id for m in models.models] == ["tiny"]
+        await channel.close()

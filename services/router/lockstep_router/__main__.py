@@ -100,9 +100,15 @@ async def serve(config: RouterConfig) -> None:
             prometheus_client.start_http_server(config.metrics_port, config.host, metrics.registry)
         if config.grpc_port:
             await stack.enter_async_context(_grpc_front(config, context))
-        rest = _Rest(build_app(context, api_key=config.api_key))
+        rest = _Rest(build_app(context, api_key=config.api_key), config)
         serving = asyncio.create_task(rest.serve(sockets=[_listen(config.host, config.port)]))
-        log.info("router of %s listens on http://%s:%d", config.name, config.host, config.port)
+        log.info(
+            "router of %s listens on %s://%s:%d",
+            config.name,
+            "https" if config.ssl_certfile else "http",
+            config.host,
+            config.port,
+        )
         done, _ = await asyncio.wait([serving, stop], return_when=asyncio.FIRST_COMPLETED)
         if serving in done:
             await serving
@@ -116,7 +122,7 @@ async def serve(config: RouterConfig) -> None:
 class _Rest(uvicorn.Server):
     """uvicorn without its own idea of signals."""
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: FastAPI, config: RouterConfig) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -130,6 +136,8 @@ class _Rest(uvicorn.Server):
                 server_header=False,
                 timeout_keep_alive=75,
                 timeout_graceful_shutdown=2,
+                ssl_certfile=config.ssl_certfile or None,
+                ssl_keyfile=config.ssl_keyfile or None,
             )
         )
 
@@ -149,9 +157,9 @@ def _listen(host: str, port: int) -> socket.socket:
 
 @contextlib.asynccontextmanager
 async def _grpc_front(config: RouterConfig, context: Context) -> AsyncIterator[None]:
-    server = rpc.make_server(rpc.Security(token=config.api_key))
+    server = rpc.make_server(config.public_security)
     health = add_inference(server, InferenceService(context.door, context.sessions))
-    rpc.bind(server, f"{config.host}:{config.grpc_port}")
+    rpc.bind(server, f"{config.host}:{config.grpc_port}", config.public_security)
     await server.start()
     await health.start()
 

@@ -24,6 +24,10 @@ class RouterConfig:
     )
     served_model_name: str = setting("", "name that clients use (default: the directory's)")
     api_key: str = setting("", "key that clients must send as 'Authorization: Bearer KEY'", secret=True)
+    ssl_certfile: str = setting(
+        "", "certificate of the REST and the public gRPC port (default: plain text)", metavar="FILE"
+    )
+    ssl_keyfile: str = setting("", "its key", metavar="FILE")
     seed: int = setting(-1, "seed of the generator that gives requests without a seed theirs (-1: a random one)")
     accept_timeout: float = setting(10.0, "seconds that a scheduler may take to accept a request")
     reconnect_timeout: float = setting(10.0, "seconds that accepted requests wait for a scheduler that went away")
@@ -44,6 +48,10 @@ class RouterConfig:
             host, _, port = address.rpartition(":")
             if not host or not port.isdigit():
                 raise ConfigError(f"--schedulers: {address!r} is not host:port")
+        if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
+            raise ConfigError(
+                "TLS needs a certificate and its key: set both --ssl-certfile and --ssl-keyfile, or neither"
+            )
         for name in ("accept_timeout", "reconnect_timeout"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"--{name.replace('_', '-')} must be above 0")
@@ -56,6 +64,11 @@ class RouterConfig:
     def name(self) -> str:
         """The name of the served model."""
         return self.served_model_name or self.model.resolve().name
+
+    @property
+    def public_security(self) -> Security:
+        """Of the public gRPC port."""
+        return Security(cert=self.ssl_certfile, key=self.ssl_keyfile, token=self.api_key)
 
     @property
     def security(self) -> Security:

@@ -76,7 +76,7 @@ def test_facts_and_progress(tiny: Path) -> None:
     model = load(tiny, progress=seen.append)
     assert (model.name, model.vocab_size, model.max_model_len, model.routed_experts) == (
         "LlamaForCausalLM",
-        32,
+        320,
         64,
         False,
     )

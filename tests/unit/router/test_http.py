@@ -295,6 +295,7 @@ async def test_a_fault_in_the_router_is_told_without_details(monkeypatch: pytest
     monkeypatch.setattr(answers, "shape_of", broken)
     response = await post(router, CHAT, messages=HELLO)
     assert assert_error(response, 500, "internal")["message"] == "internal error"
+    assert router.metric("lockstep_http_requests_total", route=CHAT, code="500") == 1
 
 
 async def test_bodies_at_fault() -> None:

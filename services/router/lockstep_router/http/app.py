@@ -5,7 +5,6 @@ from __future__ import annotations
 import hmac
 import logging
 import re
-from collections.abc import Callable
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
@@ -38,7 +37,7 @@ def build_app(context: Context, *, api_key: str = "") -> FastAPI:
 
 
 class Guard:
-    """Before every route, known or not: bounded headers, and the key. Also echoes a client's request id, and counts."""
+    """Before every route, known or not: bounded headers, and the key."""
 
     def __init__(self, app: ASGIApp, *, api_key: str, metrics: Metrics) -> None:
         self._app = app
@@ -51,7 +50,7 @@ class Guard:
                 await self._app(scope, receive, send)
             return  # there are no websockets here
         headers = scope["headers"]
-        answer = self._counting(scope, headers, send)
+        answer = _Answer(scope, send, self._metrics)
         if len(headers) > MAX_HEADERS or sum(len(k) + len(v) for k, v in headers) > MAX_HEADER_BYTES:
             error = LockstepError(f"more than {MAX_HEADERS} headers or {MAX_HEADER_BYTES} bytes of them")
             await plain_error(431, error_object(error) | {"type": "invalid_request_error"})(scope, receive, answer)
@@ -59,35 +58,43 @@ class Guard:
             error = Unauthenticated("send the key as 'Authorization: Bearer KEY'")
             await error_response(error)(scope, receive, answer)
         else:
-            await self._app(scope, receive, answer)
+            try:
+                await self._app(scope, receive, answer)
+            except Exception:  # answered outside of this guard
+                answer.count(500)
+                raise
 
     def _has_key(self, headers: list[tuple[bytes, bytes]]) -> bool:
-        given = next((value for name, value in headers if name == b"authorization"), b"")
-        return hmac.compare_digest(given, self._expected)
-
-    def _counting(self, scope: Scope, headers: list[tuple[bytes, bytes]], send: Send) -> Send:
-        request_id = next((value for name, value in headers if name == b"x-request-id"), b"")
-        echo = [(b"x-request-id", request_id)] if _REQUEST_ID.fullmatch(request_id) else []
-
-        def begin(message: Message) -> None:
-            message["headers"] = [*message.get("headers", ()), *echo]
-            self._metrics.http(getattr(scope.get("route"), "path", "other"), message["status"])
-
-        return _once(begin, send)
+        return hmac.compare_digest(_header(headers, b"authorization"), self._expected)
 
 
-def _once(begin: Callable[[Message], None], send: Send) -> Send:
-    """`send`, with `begin` called on the first message."""
-    began = False
+class _Answer:
+    """`send` of one request: counts its status once and echoes the client's request id, if it is a harmless one."""
 
-    async def wrapped(message: Message) -> None:
-        nonlocal began
-        if not began:
-            began = True
-            begin(message)
-        await send(message)
+    __slots__ = ("_counted", "_metrics", "_scope", "_send")
 
-    return wrapped
+    def __init__(self, scope: Scope, send: Send, metrics: Metrics) -> None:
+        self._scope = scope
+        self._send = send
+        self._metrics = metrics
+        self._counted = False
+
+    async def __call__(self, message: Message) -> None:
+        if not self._counted:
+            self.count(message["status"])
+            request_id = _header(self._scope["headers"], b"x-request-id")
+            if _REQUEST_ID.fullmatch(request_id):
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+        await self._send(message)
+
+    def count(self, status: int) -> None:
+        if not self._counted:
+            self._counted = True
+            self._metrics.http(getattr(self._scope.get("route"), "path", "other"), status)
+
+
+def _header(headers: list[tuple[bytes, bytes]], name: bytes) -> bytes:
+    return next((value for key, value in headers if key == name), b"")
 
 
 async def _lockstep_error(request: Request, error: Exception) -> Response:

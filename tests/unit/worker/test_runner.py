@@ -72,6 +72,7 @@ def test_preemption_does_not_change_a_row(data: st.DataObject, lag: bool) -> Non
     driver = PlanDriver(make_runner(ToyModel(), lag=lag), window=data.draw(st.integers(1, 5)))
     driver.add(choices)
     for _ in range(3):
+        driver.settle()
         if not (running := driver.running()):
             break
         row = data.draw(st.sampled_from(running))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ _errors = Console(stderr=True)
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a measurement; 0, or 1 for an error and, with --check, for a missed goal. Bad flags exit with 2."""
     args = _parser().parse_args((sys.argv[1:] if argv is None else list(argv)) or ["all"])
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is stopped
     try:
         code: int = args.run(args)
     except LockstepError as error:

@@ -1,4 +1,7 @@
-"""Starts the services as real processes on free ports and stops exactly those again."""
+"""Starts the services as real processes on free ports and stops exactly those again.
+
+A child that is not stopped (because this process was killed) is killed by the kernel: see lockstep_cli/child.py.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from lockstep_cli import child
 from lockstep_common.errors import LockstepError, Unavailable
 
+_CHILD = str(Path(child.__file__))
 _TICK = os.sysconf("SC_CLK_TCK")
 HOST = "127.0.0.1"
 
@@ -48,7 +53,7 @@ class Process:
         self.log = log_dir / f"{name}.log"
         with self.log.open("ab") as out, _affinity(cores):
             self._popen = subprocess.Popen(
-                self.command,
+                [sys.executable, "-I", "-S", _CHILD, str(os.getpid()), *self.command],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,

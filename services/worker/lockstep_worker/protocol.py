@@ -19,7 +19,7 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from lockstep_common.errors import Conflict, InvalidRequest, Unavailable
+from lockstep_common.errors import Conflict, InvalidRequest, Unsupported, Unavailable
 from lockstep_common.steps import (
     FLAG_SHIFT,
     NO_F32,
@@ -210,6 +210,8 @@ class PlanLog:
                 raise Conflict(f"plan of epoch {header.epoch}, but this worker {self._membership()}")
             if steps_of(header) < 1:
                 raise InvalidRequest(f"plan {header.seq} has no step")
+            if header.moved_layer >= 0 or header.placement_version or header.capture_bucket:
+                raise Unsupported(f"plan {header.seq} moves experts or captures a graph, which this worker cannot")
             self.term = body.term
             self._ack(body.ack)
             if header.seq <= self.accepted:

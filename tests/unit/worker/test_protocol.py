@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lockstep_common.errors import Conflict, InvalidRequest
+from lockstep_common.errors import Conflict, InvalidRequest, Unsupported
 from lockstep_common.steps import (
     AddRow,
     Body,
@@ -75,6 +77,14 @@ def test_a_repeat_with_another_header_is_refused() -> None:
 def test_a_plan_without_steps_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="no step"):
         configured().accept(Plan(Header(1, 1, Kind.PREFILL, 0, 1), Body(1, 0)), 0)
+
+
+@pytest.mark.parametrize("field", ["moved_layer", "placement_version", "capture_bucket"])
+def test_what_a_worker_cannot_do_is_refused_not_ignored(field: str) -> None:
+    log, asked = configured(), plan(1)
+    with pytest.raises(Unsupported, match="cannot"):
+        log.accept(replace(asked, header=replace(asked.header, **{field: 1})), 0)
+    assert log.accept(asked, 0)
 
 
 def test_a_worker_in_no_group_takes_no_plan() -> None:

@@ -54,7 +54,10 @@ async def refusal(call: Any) -> LockstepError:
 async def test_grpc_door(model: Path) -> None:
     """The same models, tokens, text and errors as REST; Usage comes last; cancelling ends the work."""
     async with stack(model) as s, inference(s) as door, s.session() as session:
-        assert await serving(s.inference) and await serving(s.inference, "lockstep.v1.Inference")
+        assert await serving(s.inference)
+        async with asyncio.timeout(2):  # health follows readiness at an interval
+            while not await serving(s.inference, "lockstep.v1.Inference"):
+                await asyncio.sleep(0.02)
         [card] = (await door.ListModels(pb.ListModelsRequest())).models
         assert (card.id, card.max_model_len) == (s.model, 1024)
         ids = u32((await door.Tokenize(pb.TokenizeRequest(text="hello there"))).ids).tolist()

@@ -19,7 +19,7 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from lockstep_common.errors import Conflict, InvalidRequest, Unsupported, Unavailable
+from lockstep_common.errors import Conflict, InvalidRequest, Unavailable, Unsupported
 from lockstep_common.steps import (
     FLAG_SHIFT,
     NO_F32,

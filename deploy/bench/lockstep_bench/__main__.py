@@ -52,7 +52,7 @@ def _overhead(args: argparse.Namespace) -> int:
 
 
 def _stack_ttft(args: argparse.Namespace) -> int:
-    rows = [asyncio.run(stack.ttft(args.requests, args.random_input_len, args.random_output_len))]
+    rows = asyncio.run(stack.ttft(args.requests, args.random_input_len, args.random_output_len))
     return _finish(args, "stack-ttft", {}, rows, stack.goals(rows), "The stack's share of the time to first token")
 
 

@@ -496,9 +496,13 @@ def _advance(rank: RankState, choice: Choice, count: int, slots: Slots) -> None:
 
 
 def _max_k(rank: RankState, slots: Slots, want_k: int) -> int:
-    """The most steps, up to want_k, for which every row gets its blocks without a preemption; at least 1."""
+    """The most steps, up to want_k, for which every row gets its blocks without a preemption; at least 1.
+
+    Not more than the longest row has left: beyond, every step would be run for rows that have ended.
+    """
     mine = decodable(rank, slots)
-    for k in range(want_k, 1, -1):
+    left = int((slots.limit[mine] - slots.planned[mine]).max(initial=1))
+    for k in range(min(want_k, left), 1, -1):
         if int(_growth(rank, slots, mine, k)[1].sum()) <= rank.pool.available:
             return k
     return 1

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from lockstep_kernels.attention import PagedBatch, attention, prepare
-from lockstep_kernels.linear import Packed, linear, pack
+from lockstep_kernels.linear import linear, pack
+from lockstep_kernels.lm_head import Head, lm_head, pack_head
 from lockstep_kernels.rms_norm import rms_norm
 from lockstep_kernels.rope import kv_rows, rotate_, store_kv
 from lockstep_kernels.swiglu import pack_gate_up, swiglu
@@ -103,7 +104,7 @@ class Llama:
         embedding: torch.Tensor,
         layers: tuple[LayerWeights, ...],
         final_norm: torch.Tensor,
-        head: Packed,
+        head: Head,
         deterministic: bool,
     ) -> None:
         self.name = config.architecture
@@ -159,7 +160,7 @@ class Llama:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return linear(hidden, self._head).float()
+        return lm_head(hidden, self._head)
 
 
 def load(
@@ -188,7 +189,7 @@ def load(
     head = embedding if c.tied else take("lm_head.weight", c.vocab_size, c.hidden)
     checkpoint.check_all_taken(IGNORED + (("lm_head.weight",) if c.tied else ()))
     model = Llama(
-        c, config_hash(config, checkpoint, dtype), embedding, tuple(layers), final_norm, pack(head), deterministic
+        c, config_hash(config, checkpoint, dtype), embedding, tuple(layers), final_norm, pack_head(head), deterministic
     )
     progress(1.0)
     return model

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep_kernels.linear import linear, pack, reference
+from lockstep_kernels.linear import Layout, cpu, linear, pack, reference
 from lockstep_kernels.swiglu import pack_gate_up, swiglu
 from lockstep_kernels.swiglu import reference as swiglu_reference
 
@@ -48,11 +48,13 @@ def following(name: str, other: torch.Tensor) -> dict[str, Any]:
 def test_matches_float64(n: int, k: int, follower: str, dtype: torch.dtype) -> None:
     for rows in (0, 1, 2, 5, 17):
         x, weight, bias, other = operands(rows, n, k, dtype)
-        y = linear(x, pack(weight, bias), **following(follower, other))
+        packed = pack(weight, bias)
+        x, other = x.to(packed.dtype), other.to(packed.dtype)
+        y = linear(x, packed, **following(follower, other))
         exact = reference.linear(x.double(), weight.double(), bias.double(), **following(follower, other.double()))
-        tolerance = 1e-5 if dtype == torch.float32 else 2**-7
+        tolerance = 1e-5 if packed.dtype == torch.float32 else 2**-7
         torch.testing.assert_close(y.double(), exact, rtol=tolerance, atol=tolerance)
-        assert y.dtype == dtype and y.shape == (rows, n)
+        assert y.dtype == packed.dtype and y.shape == (rows, n)
 
 
 @settings(max_examples=40, deadline=None)
@@ -68,6 +70,7 @@ def test_a_row_does_not_depend_on_its_neighbours(
 ) -> None:
     x, weight, bias, other = operands(80, *shape, dtype)
     packed = pack(weight, bias)
+    x, other = x.to(packed.dtype), other.to(packed.dtype)
     whole = linear(x, packed, **following(follower, other))
     part = slice(first, first + rows)
     assert torch.equal(linear(x[part], packed, **following(follower, other[part])), whole[part])
@@ -80,18 +83,44 @@ def test_swiglu_matches_float64_and_is_row_invariant(dtype: torch.dtype) -> None
     gate, up = (torch.randn(2, 160, 64) / 8).to(dtype)
     gate_bias, up_bias = torch.randn(2, 160).to(dtype)
     weight = pack_gate_up(gate, up, gate_bias, up_bias)
+    x = x.to(weight.up.dtype)
     exact = swiglu_reference.swiglu(*(t.double() for t in (x, gate, up, gate_bias, up_bias)))
-    tolerance = 1e-5 if dtype == torch.float32 else 2**-6
+    tolerance = 1e-5 if x.dtype == torch.float32 else 2**-6
     whole = swiglu(x, weight)
     torch.testing.assert_close(whole.double(), exact, rtol=tolerance, atol=tolerance)
     for part in (slice(0, 1), slice(3, 5), slice(4, 13)):
         assert torch.equal(swiglu(x[part], weight), whole[part])
 
 
+def test_bfloat16_weights_are_held_exactly() -> None:
+    weight = torch.randn(70, 48).bfloat16()
+    packed = pack(weight)
+    assert packed.layout is Layout.HALF and packed.dtype == torch.float32
+    assert torch.equal(linear(torch.eye(48), packed).T, weight.float())
+
+
+def test_a_weight_beyond_float16_keeps_its_range() -> None:
+    weight = torch.randn(40, 16).bfloat16()
+    weight[3, 5] = 1e6
+    packed = pack(weight)
+    assert packed.layout is Layout.ONEDNN and packed.dtype == torch.float32
+    torch.testing.assert_close(linear(torch.eye(16), packed).T, weight.float())
+
+
+@pytest.mark.parametrize("elements", [1, 63, 64, 100, 128, 1000, 40_000])
+def test_silu_has_the_same_bits_wherever_an_element_stands(elements: int) -> None:
+    torch.manual_seed(0)
+    values = torch.randn(elements)
+    everywhere = cpu.silu_(values.repeat(3))
+    assert torch.equal(cpu.silu_(values.clone()).repeat(3), everywhere)
+
+
 def test_operands_that_do_not_fit_are_refused() -> None:
     packed = pack(torch.ones(4, 8))
     with pytest.raises(ValueError, match=r"x has shape \(2, 7\), expected \(2, 8\)"):
         linear(torch.ones(2, 7), packed)
+    with pytest.raises(ValueError, match="this weight takes"):
+        linear(torch.ones(2, 8, dtype=torch.float64), packed)
     with pytest.raises(ValueError, match="at most one of silu, times and plus"):
         linear(torch.ones(2, 8), packed, silu=True, plus=torch.ones(2, 4))
     with pytest.raises(ValueError, match="plus has shape"):

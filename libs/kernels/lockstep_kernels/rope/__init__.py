@@ -33,7 +33,7 @@ def store_kv(kv: torch.Tensor, cache: torch.Tensor, rows: torch.Tensor) -> None:
     """Writes T new keys and values into one layer's cache.
 
     kv [T, 2 * h, d]: h key heads, then h value heads; cache [blocks, 2, h, block_size, d] contiguous; rows of `kv_rows`.
-    Slots of rows that must not write lie in the null block and may repeat: what stands there afterwards is never read.
+    Values are rounded to the cache's dtype. Slots of rows that must not write lie in the null block and may repeat: what stands there afterwards is never read.
     """
     tokens, heads, width = kv.shape
     check_shape("cache", cache, (cache.shape[0], 2, heads // 2, cache.shape[3], width))

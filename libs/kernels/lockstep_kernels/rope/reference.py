@@ -14,4 +14,4 @@ def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
 def store_kv(kv: torch.Tensor, cache: torch.Tensor, rows: torch.Tensor) -> None:
     """See the public function."""
     width = kv.shape[-1]
-    cache.view(-1, width).index_copy_(0, rows, kv.reshape(-1, width))
+    cache.view(-1, width).index_copy_(0, rows, kv.reshape(-1, width).to(cache.dtype))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lockstep_kernels.linear import Packed
+from lockstep_kernels.linear import Layout, Packed
 from lockstep_kernels.swiglu import GateUp
 from lockstep_worker.weights import Checkpoint, ConfigFile, positive
 
@@ -104,12 +104,14 @@ def read_rope(config: ConfigFile) -> Rope:
     raise config.error(f"{field}.rope_type", f"is {kind!r}, which is not one of default, linear, llama3")
 
 
-def padded_rows(tokens: int, deterministic: bool) -> int:
+def padded_rows(tokens: int, layout: Layout, deterministic: bool) -> int:
     """How many rows a pass over `tokens` tokens is computed with.
 
-    At least two, as products of one row add in another order; many are rounded up, so that the products of at most
-    a few dozen sizes are ever compiled and kept.
+    For oneDNN at least two, as products of one row add in another order, and many are rounded up, so that the products of
+    at most a few dozen sizes are ever compiled and kept.
     """
+    if layout is Layout.HALF:
+        return tokens
     if tokens > ROW_UNIT:
         return -(-tokens // ROW_UNIT) * ROW_UNIT
     return max(tokens, 2) if deterministic else tokens

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from lockstep_kernels.attention import PagedBatch, attention, prepare
-from lockstep_kernels.linear import linear, pack
-from lockstep_kernels.lm_head import Head, lm_head, pack_head
+from lockstep_kernels.linear import Packed, linear, pack
 from lockstep_kernels.rms_norm import rms_norm
 from lockstep_kernels.rope import kv_rows, rotate_, store_kv
 from lockstep_kernels.swiglu import pack_gate_up, swiglu
@@ -104,7 +103,7 @@ class Llama:
         embedding: torch.Tensor,
         layers: tuple[LayerWeights, ...],
         final_norm: torch.Tensor,
-        head: Head,
+        head: Packed,
         deterministic: bool,
     ) -> None:
         self.name = config.architecture
@@ -117,7 +116,8 @@ class Llama:
         self._final_norm = final_norm
         self._head = head
         self._deterministic = deterministic
-        tables = config.rope.tables(config.max_positions, config.head_dim, embedding.dtype)
+        self._dtype = head.dtype  # of hidden states; the KV cache keeps the weights'
+        tables = config.rope.tables(config.max_positions, config.head_dim, self._dtype)
         self._cos, self._sin = (table.to(embedding.device) for table in tables)
 
     def kv_specs(self) -> tuple[KvSpec, ...]:
@@ -130,14 +130,19 @@ class Llama:
         tokens, wanted = inputs.token_ids.shape[0], inputs.logits_index.shape[0]
         if tokens == 0:
             return self._embedding.new_empty(0, c.hidden)
-        rows = padded_rows(tokens, self._deterministic)
+        rows = padded_rows(tokens, self._head.layout, self._deterministic)
         positions = _padded(inputs.positions, rows)
         cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
-        hidden = torch.nn.functional.embedding(_padded(inputs.token_ids, rows), self._embedding)
+        hidden = torch.nn.functional.embedding(_padded(inputs.token_ids, rows), self._embedding).to(self._dtype)
         mixed = hidden.new_zeros(rows, c.heads * c.head_dim)
         batch = PagedBatch(inputs.query_lens, inputs.host_seq_lens, inputs.block_tables[0], kv.block_size)
         prepared = prepare(
-            batch, heads=c.heads, kv_heads=c.kv_heads, head_dim=c.head_dim, dtype=mixed.dtype, device=mixed.device
+            batch,
+            heads=c.heads,
+            kv_heads=c.kv_heads,
+            head_dim=c.head_dim,
+            dtype=self._embedding.dtype,
+            device=mixed.device,
         )
         stored = kv_rows(inputs.slots[0], c.kv_heads, kv.block_size)
         for i, layer in enumerate(self._layers):
@@ -151,7 +156,7 @@ class Llama:
             store_kv(qkv[:tokens, c.heads :], cache, stored)
             attention(qkv[:tokens, : c.heads], cache, prepared, scale=c.head_dim**-0.5, out=mixed)
             if i == c.layers - 1:  # nothing after it reads the other tokens
-                kept = inputs.logits_index.repeat(2) if wanted == 1 else inputs.logits_index
+                kept = inputs.logits_index.repeat(2) if wanted == 1 and rows > 1 else inputs.logits_index
                 mixed, hidden = mixed[kept], hidden[kept]
             hidden = linear(mixed, layer.attention.out, plus=hidden)
             gated = swiglu(rms_norm(hidden, layer.mlp_norm, c.eps), layer.gate_up)
@@ -160,7 +165,7 @@ class Llama:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return lm_head(hidden, self._head)
+        return linear(hidden, self._head).float()
 
 
 def load(
@@ -189,7 +194,7 @@ def load(
     head = embedding if c.tied else take("lm_head.weight", c.vocab_size, c.hidden)
     checkpoint.check_all_taken(IGNORED + (("lm_head.weight",) if c.tied else ()))
     model = Llama(
-        c, config_hash(config, checkpoint, dtype), embedding, tuple(layers), final_norm, pack_head(head), deterministic
+        c, config_hash(config, checkpoint, dtype), embedding, tuple(layers), final_norm, pack(head), deterministic
     )
     progress(1.0)
     return model

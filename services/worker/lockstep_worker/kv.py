@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -65,7 +66,10 @@ class KvCache:
 def _allocate(spec: KvSpec, num_blocks: int, block_size: int, device: torch.device) -> tuple[torch.Tensor, ...]:
     shape = (spec.layers, num_blocks, 2, spec.kv_heads, block_size, spec.head_dim)
     try:
+        if device.type == "cpu":  # pages that nobody has written yet cost neither memory nor start-up time
+            memory = mmap.mmap(-1, math.prod(shape) * spec.dtype.itemsize)
+            return torch.frombuffer(memory, dtype=spec.dtype).view(shape).unbind(0)
         return torch.zeros(shape, dtype=spec.dtype, device=device).unbind(0)
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         gib = math.prod(shape) * spec.dtype.itemsize / 2**30
         raise ConfigError(f"no memory for a KV cache of {num_blocks} blocks ({gib:.1f} GiB): {error}") from None

@@ -43,7 +43,7 @@ def directory() -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def s(directory: Path) -> AsyncIterator[Stack]:
-    worker = {"dtype": "float32", "threads": 2, "max_model_len": 2048, "kv_cache_memory_gb": 1}
+    worker = {"dtype": "float32", "threads": 1, "max_model_len": 2048, "kv_cache_memory_gb": 1}
     async with stack(directory, worker=worker, scheduler={"max_num_seqs": 16, "max_window": 8}) as found:
         yield found
 

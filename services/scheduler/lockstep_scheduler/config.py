@@ -32,7 +32,9 @@ class SchedulerConfig:
         2048, "prompt tokens of one prefill step on a DP rank; longer prompts go in chunks"
     )
     max_waiting: int = setting(1024, "choices that may wait; beyond, requests are refused with 429")
-    vote_interval_ms: float = setting(40.0, "time between two points at which prefill may begin while rows decode")
+    vote_interval_ms: float = setting(
+        0.0, "time between two points at which prefill may begin while rows decode (0: 40, with workers on CPUs 160)"
+    )
     prefill_attempt_interval: int = setting(0, "the same in steps (A): prefill if all ranks want to; 0: by time")
     prefill_any_attempt_interval: int = setting(
         0, "steps (B) after which one rank is enough; a multiple of A (default 4 A)"
@@ -70,8 +72,8 @@ class SchedulerConfig:
             raise ConfigError("prefill_any_attempt_interval must be a multiple of prefill_attempt_interval and greater")
         if not 0 < self.watermark <= 1:
             raise ConfigError("watermark must be above 0 and at most 1")
-        if self.vote_interval_ms <= 0:
-            raise ConfigError("vote_interval_ms must be positive")
+        if self.vote_interval_ms < 0:
+            raise ConfigError("vote_interval_ms must not be negative")
 
     @property
     def name(self) -> str:

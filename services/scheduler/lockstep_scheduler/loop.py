@@ -41,8 +41,11 @@ from lockstep_scheduler.plan import Limits, RankState, Waiting
 from lockstep_scheduler.request import Choice, End, Phase, Request, Slots
 from lockstep_scheduler.vote import Point, Position, Rules, agree, point, rules_for
 
+VOTE_INTERVAL = 0.040
+VOTE_INTERVALS = {"cpu": 0.160}  # where the services wake up on the cores that compute, fewer plans cost less
 TURNAROUND_GUESS = 0.002
 LONGEST_TURNAROUND = 0.050
+SMALLEST_IDLE = 0.0003  # a worker's own pause between two plans
 SHORTEST_HOLD = 0.001  # a timer costs more than it gains
 
 
@@ -61,7 +64,7 @@ class Settings:
     max_batched_tokens: int = 2048
     max_window: int = 16
     max_waiting: int = 1024
-    vote_interval: float = 0.040
+    vote_interval: float = 0.0  # seconds; 0: by device
     a: int = 0
     b: int = 0
     watermark: float = 0.95
@@ -115,7 +118,7 @@ class InFlight:
     notice: int
     sent: float
     reported: float  # when it started or last reported, as far as known here
-    behind: bool = False  # sent while another plan ran: the device should not have waited for it
+    continues: bool = False  # the plan before it ran until it came: the device should not have waited
     hold: float = 0.0  # when the plan behind it is composed; 0 undecided
     held: float = 0.0  # seconds that this took away from the turnaround that the workers measure
 
@@ -146,6 +149,7 @@ class StepLoop:
         self._owed = False
         self._inflight: deque[InFlight] = deque()
         self._last_booked = 0.0
+        self._held_too_long = False  # the running plan ended before the next one was composed
         self.step_seconds = 0.0
         self.lead_steps = 1
         self._turnaround = TURNAROUND_GUESS
@@ -162,6 +166,7 @@ class StepLoop:
             ballots = plan.votes(self.ranks, draft, self.slots, min(self.rules.a, self.rules.max_window), self.draining)
             header = agree(self._position(), self.rules, ballots)
             if header.kind is Kind.PARK:
+                self._held_too_long = False
                 return
             self._dispatch(header, draft)
 
@@ -184,7 +189,7 @@ class StepLoop:
             flight.complete[rank.index] = True
             self._settle(rank, outcome.seq)
             while self._inflight and all(self._inflight[0].complete):
-                self._inflight.popleft()
+                self._held_too_long = self._inflight.popleft().hold > self._last_booked and not self._inflight
                 if self._inflight:
                     self._inflight[0].reported = self._last_booked  # it has just begun
         self.advance()
@@ -250,7 +255,8 @@ class StepLoop:
         if not any(flight.rows):
             raise AssertionError(f"plan {header.seq} ({header.kind.name}) is empty though work is pending")
         self._seq = header.seq
-        flight.behind = bool(self._inflight)
+        flight.continues = bool(self._inflight) or self._held_too_long
+        self._held_too_long = False
         self._inflight.append(flight)
         self.stats.plans[header.kind.name.lower()] += 1
         self.workers.send(header, bodies)
@@ -545,8 +551,9 @@ class StepLoop:
             stats.lead_seconds += (flight.header.k - flight.notice) * self.step_seconds - turnaround
             stats.leads += 1
             self._measure_turnaround(turnaround - flight.held)
-        elif outcome.idle_ns and outcome.first == 0 and flight.behind:
-            self._measure_turnaround(self._turnaround + outcome.idle_ns * 1e-9)
+        elif outcome.first == 0 and flight.continues:
+            late = outcome.idle_ns * 1e-9
+            self._measure_turnaround(self._turnaround + late if late > SMALLEST_IDLE else TURNAROUND_GUESS)
 
     def _measure_step(self, seconds: float) -> None:
         self.step_seconds += (0.2 if self.step_seconds else 1.0) * (seconds - self.step_seconds)
@@ -556,7 +563,7 @@ class StepLoop:
     def _measure_turnaround(self, seconds: float) -> None:
         """Be early rather than late: a longer turnaround counts at once, a shorter one by and by."""
         seconds = min(max(seconds, 0.0), LONGEST_TURNAROUND)
-        self._turnaround += (0.5 if seconds > self._turnaround else 0.05) * (seconds - self._turnaround)
+        self._turnaround += (0.5 if seconds > self._turnaround else 0.02) * (seconds - self._turnaround)
         self._set_lead()
 
     @property
@@ -573,7 +580,9 @@ class StepLoop:
         if settings.a:
             self.rules = Rules(settings.a, settings.b or 4 * settings.a, settings.max_window)
         else:
-            self.rules = rules_for(self.step_seconds, settings.vote_interval, settings.max_window)
+            assert self.group is not None
+            interval = settings.vote_interval or VOTE_INTERVALS.get(self.group.facts.device, VOTE_INTERVAL)
+            self.rules = rules_for(self.step_seconds, interval, settings.max_window)
 
     def _publish(self, rank: RankState, booked: Booked) -> None:
         """Blocks that generated tokens have filled can be shared from now on. The last token's KV is not written yet."""

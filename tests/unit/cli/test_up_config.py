@@ -48,7 +48,7 @@ def test_tensor_parallel_says_what_to_use_instead(flag: str, capsys: pytest.Capt
         (["--dp", "0"], "--dp"),
         (["--max-num-seqs", "0"], "--max-num-seqs"),
         (["--max-model-len", "-1"], "--max-model-len"),
-        (["--vote-interval-ms", "0"], "--vote-interval-ms"),
+        (["--vote-interval-ms", "-1"], "--vote-interval-ms"),
         (["--redis-url", "localhost"], "--redis-url"),
         (["--port", "9", "--grpc-port", "9"], "--grpc-port"),
         (["--lockstep", "never"], "auto, always"),

@@ -45,7 +45,7 @@ VOTE_INTERVAL = 0.040
 VOTE_INTERVALS = {"cpu": 0.160}  # where the services wake up on the cores that compute, fewer plans cost less
 TURNAROUND_GUESS = 0.002
 LONGEST_TURNAROUND = 0.050
-SMALLEST_IDLE = 0.0003  # a worker's own pause between two plans
+SMALLEST_IDLE = 0.0001  # a worker's own pause between two plans
 SHORTEST_HOLD = 0.001  # a timer costs more than it gains
 
 
@@ -552,8 +552,7 @@ class StepLoop:
             stats.leads += 1
             self._measure_turnaround(turnaround - flight.held)
         elif outcome.first == 0 and flight.continues:
-            late = outcome.idle_ns * 1e-9
-            self._measure_turnaround(self._turnaround + late if late > SMALLEST_IDLE else TURNAROUND_GUESS)
+            self._measure_lateness(outcome.idle_ns * 1e-9)
 
     def _measure_step(self, seconds: float) -> None:
         self.step_seconds += (0.2 if self.step_seconds else 1.0) * (seconds - self.step_seconds)
@@ -561,9 +560,19 @@ class StepLoop:
         self._set_rules()
 
     def _measure_turnaround(self, seconds: float) -> None:
-        """Be early rather than late: a longer turnaround counts at once, a shorter one by and by."""
-        seconds = min(max(seconds, 0.0), LONGEST_TURNAROUND)
-        self._turnaround += (0.5 if seconds > self._turnaround else 0.02) * (seconds - self._turnaround)
+        """What a worker measured. Be early rather than late: a longer turnaround counts at once, a shorter one by and by."""
+        self._set_turnaround(
+            self._turnaround + (0.5 if seconds > self._turnaround else 0.05) * (seconds - self._turnaround)
+        )
+
+    def _measure_lateness(self, idle: float) -> None:
+        """A plan without a notice says only whether it came in time: each one that was late makes the next ones earlier by
+        as much, each one in time lets them be a little later again."""
+        late = idle > SMALLEST_IDLE
+        self._set_turnaround(self._turnaround + (idle if late else 0.002 * (TURNAROUND_GUESS - self._turnaround)))
+
+    def _set_turnaround(self, seconds: float) -> None:
+        self._turnaround = min(max(seconds, 0.0), LONGEST_TURNAROUND)
         self._set_lead()
 
     @property

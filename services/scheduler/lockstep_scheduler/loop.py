@@ -45,6 +45,7 @@ VOTE_INTERVAL = 0.040
 VOTE_INTERVALS = {"cpu": 0.160}  # where the services wake up on the cores that compute, fewer plans cost less
 TURNAROUND_GUESS = 0.002
 LONGEST_TURNAROUND = 0.050
+LATENESS_STEP = 0.001
 SMALLEST_IDLE = 0.0001  # a worker's own pause between two plans
 SHORTEST_HOLD = 0.001  # a timer costs more than it gains
 
@@ -567,9 +568,10 @@ class StepLoop:
 
     def _measure_lateness(self, idle: float) -> None:
         """A plan without a notice says only whether it came in time: each one that was late makes the next ones earlier by
-        as much, each one in time lets them be a little later again."""
+        as much (one stall by no more than a step of the ladder), each one in time lets them be a little later again."""
         late = idle > SMALLEST_IDLE
-        self._set_turnaround(self._turnaround + (idle if late else 0.002 * (TURNAROUND_GUESS - self._turnaround)))
+        change = min(idle, LATENESS_STEP) if late else 0.01 * (TURNAROUND_GUESS - self._turnaround)
+        self._set_turnaround(self._turnaround + change)
 
     def _set_turnaround(self, seconds: float) -> None:
         self._turnaround = min(max(seconds, 0.0), LONGEST_TURNAROUND)

@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep_common.steps import Kind
+from lockstep_worker.inputs import StepInputs
+from lockstep_worker.kv import KvCache
 from lockstep_worker.models import Model, load_model
 from tests.kernels.sequences import EVERY, NONE, Chunk, Sequences
 from tests.tiny_model import Shape, make_tiny_model
@@ -121,3 +123,19 @@ def test_a_pass_that_wants_no_logits_writes_its_keys_and_values() -> None:
     sequences = Sequences(model, [tokens])
     assert sequences.run(Kind.PREFILL, [(0, 0, 39)], wanted=NONE).shape == (0, model.vocab_size)
     assert torch.equal(sequences.run(Kind.DECODE, [(0, 39, 40)])[0], alone(model, tokens)[39])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_placeholder_has_no_logits_and_writes_nothing(dtype: str) -> None:
+    model = model_of("grouped", dtype)
+    none, lens = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    inputs = StepInputs(
+        kind=Kind.DECODE, token_ids=none, positions=none, rows=none, query_starts=lens, seq_lens=none,
+        block_tables=(none.view(0, 0),), slots=(none,), logits_index=none, query_lens=(), host_seq_lens=(), max_seq_len=0,
+    )  # fmt: skip
+    kv = KvCache(model.kv_specs(), num_blocks=3, block_size=16)
+    kv.layer(0, 0).fill_(7)
+    with torch.inference_mode():
+        logits = model.logits(model.forward(inputs, kv))
+    assert logits.shape == (0, model.vocab_size) and logits.dtype == torch.float32
+    assert bool((kv.layer(0, 0) == 7).all())

@@ -570,7 +570,7 @@ class StepLoop:
         """A plan without a notice says only whether it came in time: each one that was late makes the next ones earlier by
         as much (one stall by no more than a step of the ladder), each one in time lets them be a little later again."""
         late = idle > SMALLEST_IDLE
-        change = min(idle, LATENESS_STEP) if late else 0.01 * (TURNAROUND_GUESS - self._turnaround)
+        change = min(idle, LATENESS_STEP) if late else 0.004 * (TURNAROUND_GUESS - self._turnaround)
         self._set_turnaround(self._turnaround + change)
 
     def _set_turnaround(self, seconds: float) -> None:

@@ -129,7 +129,7 @@ class Llama:
         c = self._config
         tokens, wanted = inputs.token_ids.shape[0], inputs.logits_index.shape[0]
         if tokens == 0:
-            return self._embedding.new_empty(0, c.hidden)
+            return self._embedding.new_empty(0, c.hidden, dtype=self._dtype)
         rows = padded_rows(tokens, self._head.layout, self._deterministic)
         positions = _padded(inputs.positions, rows)
         cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)

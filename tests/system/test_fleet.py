@@ -20,8 +20,8 @@ from lockstep_bench.processes import HOST, free_port, http_get, wait_http
 from lockstep_common import rpc
 from lockstep_common.errors import ContextLengthExceeded, InvalidRequest, LockstepError, NotFound
 from lockstep_common.steps import u32
+from lockstep_proto.v1 import common_pb2, inference_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 from lockstep_proto.v1 import inference_pb2 as pb
-from lockstep_proto.v1 import inference_pb2_grpc
 from tests.system.harness import Rest, Stack, flag_words, gather_in_order, scripted, stack, valkey
 from tests.tiny_model import make_tiny_model
 
@@ -233,3 +233,24 @@ async def test_what_each_door_says_about_itself(model: Path) -> None:
             "lockstep_e2e_request_latency_seconds_count 1.0",
         ):
             assert name in str(page.body), f"{name} is missing from /metrics"
+
+
+async def test_messages_that_cannot_be_read_refuse_their_request_only(tmp_path: Path) -> None:
+    async with scripted(make_tiny_model(tmp_path / "tiny"), with_router=False) as s:
+        channel = grpc.aio.insecure_channel(s.schedulers[0].address)
+        call = scheduler_pb2_grpc.SchedulerStub(channel).Session()
+        await call.write(scheduler_pb2.ToScheduler(hello=scheduler_pb2.Hello(router_id="odd")))
+        whole = common_pb2.Sampling(max_tokens=2, top_p=1, repetition_penalty=1, logprobs=-1)
+        odd = common_pb2.Sampling(max_tokens=2, bias_ids=b"1234", bias_values=b"")
+        for handle, prompt, sampling in ((1, b"12345", whole), (2, b"1\0\0\0", odd), (3, b"1\0\0\0", whole)):
+            submit = scheduler_pb2.Submit(handle=handle, request_id=f"r{handle}", prompt=prompt, sampling=sampling, n=1)
+            await call.write(scheduler_pb2.ToScheduler(submit=submit))
+        refused, ended = {}, False
+        while not ended:
+            message = await asyncio.wait_for(call.read(), 20)
+            if message.WhichOneof("message") == "refused":
+                refused[message.refused.handle] = message.refused.error.param
+            ended = message.WhichOneof("message") == "events" and any(message.events.ends)
+        assert refused == {1: "prompt", 2: "sampling"}
+        call.cancel()
+        await channel.close()

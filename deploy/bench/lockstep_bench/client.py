@@ -192,7 +192,7 @@ class SchedulerSession:
             handle=self._handles,
             request_id=request.request_id,
             prompt=np.fromiter(prompt, "<u4").tobytes(),
-            sampling=_sampling(sampling),
+            sampling=rpc.write_sampling(sampling),
             n=n,
             priority=priority,
             cache_salt=salt,
@@ -358,22 +358,3 @@ async def wait_serving(
         if time.monotonic() > deadline:
             raise DeadlineExceeded(f"{address} is not serving {service or 'anything'} after {timeout:g} s")
         await asyncio.sleep(0.05)
-
-
-def _sampling(s: Sampling) -> common_pb2.Sampling:
-    return common_pb2.Sampling(
-        temperature=s.temperature,
-        top_p=s.top_p,
-        top_k=s.top_k,
-        min_p=s.min_p,
-        presence_penalty=s.presence_penalty,
-        frequency_penalty=s.frequency_penalty,
-        repetition_penalty=s.repetition_penalty,
-        seed=s.seed,
-        min_tokens=s.min_tokens,
-        max_tokens=s.max_tokens,
-        stop_ids=np.array(s.stop_ids, "<u4").tobytes(),
-        bias_ids=np.array([i for i, _ in s.bias], "<u4").tobytes(),
-        bias_values=np.array([v for _, v in s.bias], "<f4").tobytes(),
-        logprobs=s.logprobs,
-    )

@@ -1,4 +1,5 @@
-"""gRPC as all Lockstep services use it: options that keep long streams alive, TLS and a shared token, health, errors.
+"""gRPC as all Lockstep services use it: options that keep long streams alive, TLS and a shared token, health, errors,
+and the messages of common.proto that several services read and write.
 
 Errors cross the wire as a status with an `ErrorDetail` in the binary trailer `lockstep-error-bin`; `abort` writes it,
 `from_rpc_error` reads it back into the class of lockstep_common.errors that was raised on the other side.
@@ -14,10 +15,12 @@ from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
+import numpy as np
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from lockstep_common import errors
 from lockstep_common.errors import ConfigError, LockstepError
+from lockstep_common.steps import Sampling, f32, u32
 from lockstep_proto.v1 import common_pb2
 
 ERROR_TRAILER = "lockstep-error-bin"
@@ -149,6 +152,49 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: LockstepErro
     trailer = ((ERROR_TRAILER, detail(error).SerializeToString()),)
     await context.abort(grpc.StatusCode[error.grpc_status], error.message, trailer)
     raise AssertionError("abort returned")
+
+
+def write_sampling(sampling: Sampling) -> common_pb2.Sampling:
+    return common_pb2.Sampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        seed=sampling.seed,
+        min_tokens=sampling.min_tokens,
+        max_tokens=sampling.max_tokens,
+        stop_ids=np.array(sampling.stop_ids, "<u4").tobytes(),
+        bias_ids=np.array([i for i, _ in sampling.bias], "<u4").tobytes(),
+        bias_values=np.array([value for _, value in sampling.bias], "<f4").tobytes(),
+        logprobs=sampling.logprobs,
+    )
+
+
+def read_sampling(message: common_pb2.Sampling) -> Sampling:
+    """InvalidRequest if an array is not whole, or the two of the bias differ in length."""
+    try:
+        bias = tuple(zip(u32(message.bias_ids).tolist(), f32(message.bias_values).tolist(), strict=True))
+        stop_ids = tuple(u32(message.stop_ids).tolist())
+    except ValueError as error:
+        raise errors.InvalidRequest(f"the sampling parameters cannot be read: {error}", param="sampling") from None
+    return Sampling(
+        temperature=message.temperature,
+        top_p=message.top_p,
+        top_k=message.top_k,
+        min_p=message.min_p,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        repetition_penalty=message.repetition_penalty,
+        seed=message.seed,
+        min_tokens=message.min_tokens,
+        max_tokens=message.max_tokens,
+        stop_ids=stop_ids,
+        bias=bias,
+        logprobs=message.logprobs,
+    )
 
 
 _BY_STATUS: dict[grpc.StatusCode, type[LockstepError]] = {

@@ -372,31 +372,11 @@ def _write_submit(handle: int, submission: Submission) -> scheduler_pb2.Submit:
         handle=handle,
         request_id=submission.request_id,
         prompt=np.array(submission.prompt, "<u4").tobytes(),
-        sampling=_write_sampling(submission),
+        sampling=rpc.write_sampling(submission.sampling),
         n=submission.n,
         priority=submission.priority,
         cache_salt=submission.cache_salt,
         deadline_ms=submission.deadline_ms,
-    )
-
-
-def _write_sampling(submission: Submission) -> common_pb2.Sampling:
-    s = submission.sampling
-    return common_pb2.Sampling(
-        temperature=s.temperature,
-        top_p=s.top_p,
-        top_k=s.top_k,
-        min_p=s.min_p,
-        presence_penalty=s.presence_penalty,
-        frequency_penalty=s.frequency_penalty,
-        repetition_penalty=s.repetition_penalty,
-        seed=s.seed,
-        min_tokens=s.min_tokens,
-        max_tokens=s.max_tokens,
-        stop_ids=np.array(s.stop_ids, "<u4").tobytes(),
-        bias_ids=np.array([i for i, _ in s.bias], "<u4").tobytes(),
-        bias_values=np.array([value for _, value in s.bias], "<f4").tobytes(),
-        logprobs=s.logprobs,
     )
 
 

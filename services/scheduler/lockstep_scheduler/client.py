@@ -22,14 +22,13 @@ from lockstep_common.steps import (
     KvGroup,
     PlanOutcome,
     RowState,
-    Sampling,
     TopLogprobs,
     WorkerFacts,
     f32,
     u32,
     u64,
 )
-from lockstep_proto.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from lockstep_proto.v1 import worker_pb2, worker_pb2_grpc
 
 _STATE = worker_pb2.WorkerStatus
 
@@ -273,27 +272,8 @@ def _add_row(add: AddRow) -> worker_pb2.AddRow:
         tokens=add.tokens.tobytes(),
         computed=add.computed,
         blocks=[worker_pb2.BlockList(group=group, blocks=blocks.tobytes()) for group, blocks in enumerate(add.blocks)],
-        sampling=write_sampling(add.sampling),
+        sampling=rpc.write_sampling(add.sampling),
         limit=add.limit,
-    )
-
-
-def write_sampling(sampling: Sampling) -> common_pb2.Sampling:
-    return common_pb2.Sampling(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-        seed=sampling.seed,
-        min_tokens=sampling.min_tokens,
-        max_tokens=sampling.max_tokens,
-        stop_ids=np.array(sampling.stop_ids, "<u4").tobytes(),
-        bias_ids=np.array([i for i, _ in sampling.bias], "<u4").tobytes(),
-        bias_values=np.array([v for _, v in sampling.bias], "<f4").tobytes(),
-        logprobs=sampling.logprobs,
     )
 
 

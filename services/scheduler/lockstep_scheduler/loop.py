@@ -37,16 +37,13 @@ from lockstep_scheduler import plan
 from lockstep_scheduler.blocks import chain, root
 from lockstep_scheduler.booking import Booked, EventBatch, book, end_event, events, replay_event
 from lockstep_scheduler.ledger import Ledger
+from lockstep_scheduler.pace import Pace
 from lockstep_scheduler.plan import Limits, RankState, Waiting
 from lockstep_scheduler.request import Choice, End, Phase, Request, Slots
 from lockstep_scheduler.vote import Point, Position, Rules, agree, point, rules_for
 
 VOTE_INTERVAL = 0.040
 VOTE_INTERVALS = {"cpu": 0.160}  # where the services wake up on the cores that compute, fewer plans cost less
-TURNAROUND_GUESS = 0.002
-LONGEST_TURNAROUND = 0.050
-LATENESS_STEP = 0.001
-SMALLEST_IDLE = 0.0001  # a worker's own pause between two plans
 SHORTEST_HOLD = 0.001  # a timer costs more than it gains
 
 
@@ -151,10 +148,7 @@ class StepLoop:
         self._inflight: deque[InFlight] = deque()
         self._last_booked = 0.0
         self._held_too_long = False  # the running plan ended before the next one was composed
-        self.step_seconds = 0.0
-        self.lead_steps = 1
-        self._turnaround = TURNAROUND_GUESS
-        self._prefill_seconds = 0.0  # a prompt token, while it is prefilled
+        self.pace = Pace()
 
     # -- the loop -------------------------------------------------------------------------------------------------------
 
@@ -201,7 +195,7 @@ class StepLoop:
             return True
         running = self._inflight[0]
         remaining = running.header.k - min(running.progress)
-        if len(self._inflight) > 1 or remaining > self.lead_steps:
+        if len(self._inflight) > 1 or remaining > self.pace.lead_steps:
             return False
         return self._hold(running, remaining)
 
@@ -209,10 +203,7 @@ class StepLoop:
         """True if the next plan must be composed now; else the loop turns again when it must."""
         now = self._clock.now()
         if running.hold == 0.0:
-            step = self.step_seconds
-            if running.header.kind is Kind.PREFILL:
-                step = self._prefill_seconds * sum(running.header.micro_chunks)
-            running.hold = running.reported + remaining * step - self._turnaround - self._margin
+            running.hold = self.pace.compose_at(running.header, remaining, running.reported)
             if self._defer is None or running.hold - now < SHORTEST_HOLD:
                 running.hold = now
             else:
@@ -231,7 +222,7 @@ class StepLoop:
 
     def _dispatch(self, header: Header, draft: plan.Draft | None) -> None:
         now = self._clock.now()
-        notice = max(0, header.k - self.lead_steps) if header.kind is Kind.DECODE else 0
+        notice = self.pace.notice(header)
         bodies: list[Body] = []
         flight = InFlight(header, [], [], [], [], notice, sent=now, reported=now)
         for position, rank in enumerate(self.ranks):
@@ -305,8 +296,7 @@ class StepLoop:
         self._seq = self._step = self._point_tokens = 0
         self._owed = False
         self._inflight.clear()
-        self.step_seconds = 0.0
-        self.lead_steps = 1
+        self.pace = Pace()
         self._set_rules()
         self._last_booked = self._clock.now()
         for request in self._requests.values():
@@ -542,49 +532,17 @@ class StepLoop:
             if not flight.rows[rank.index]:
                 stats.placeholder_steps += outcome.steps
             if outcome.step_ns and outcome.steps:
-                self._measure_step(outcome.step_ns * 1e-9)
+                self.pace.decoded(outcome.step_ns * 1e-9)
+                self._set_rules()
         elif outcome.step_ns:
-            a_token = outcome.step_ns * 1e-9 / max(1, sum(flight.header.micro_chunks))
-            known = self._prefill_seconds
-            self._prefill_seconds = min(a_token, known * 1.05) if known else a_token  # rather too short than too long
+            self.pace.prefilled(outcome.step_ns * 1e-9, sum(flight.header.micro_chunks))
         if outcome.turnaround_ns:
             turnaround = outcome.turnaround_ns * 1e-9
-            stats.lead_seconds += (flight.header.k - flight.notice) * self.step_seconds - turnaround
+            stats.lead_seconds += (flight.header.k - flight.notice) * self.pace.step - turnaround
             stats.leads += 1
-            self._measure_turnaround(turnaround - flight.held)
+            self.pace.turned(turnaround - flight.held)
         elif outcome.first == 0 and flight.continues:
-            self._measure_lateness(outcome.idle_ns * 1e-9)
-
-    def _measure_step(self, seconds: float) -> None:
-        self.step_seconds += (0.2 if self.step_seconds else 1.0) * (seconds - self.step_seconds)
-        self._set_lead()
-        self._set_rules()
-
-    def _measure_turnaround(self, seconds: float) -> None:
-        """What a worker measured. Be early rather than late: a longer turnaround counts at once, a shorter one by and by."""
-        self._set_turnaround(
-            self._turnaround + (0.5 if seconds > self._turnaround else 0.05) * (seconds - self._turnaround)
-        )
-
-    def _measure_lateness(self, idle: float) -> None:
-        """A plan without a notice says only whether it came in time: each one that was late makes the next ones earlier by
-        as much (one stall by no more than a step of the ladder), each one in time lets them be a little later again."""
-        late = idle > SMALLEST_IDLE
-        change = min(idle, LATENESS_STEP) if late else 0.004 * (TURNAROUND_GUESS - self._turnaround)
-        self._set_turnaround(self._turnaround + change)
-
-    def _set_turnaround(self, seconds: float) -> None:
-        self._turnaround = min(max(seconds, 0.0), LONGEST_TURNAROUND)
-        self._set_lead()
-
-    @property
-    def _margin(self) -> float:
-        return 0.0005 + 0.25 * self._turnaround
-
-    def _set_lead(self) -> None:
-        """L of P2: how many steps before the end the next plan must be composed, so that it arrives in time."""
-        if self.step_seconds > 0:
-            self.lead_steps = max(1, math.ceil((self._turnaround + self._margin) / self.step_seconds))
+            self.pace.came(outcome.idle_ns * 1e-9)
 
     def _set_rules(self) -> None:
         settings = self.settings
@@ -593,7 +551,7 @@ class StepLoop:
         else:
             assert self.group is not None
             interval = settings.vote_interval or VOTE_INTERVALS.get(self.group.facts.device, VOTE_INTERVAL)
-            self.rules = rules_for(self.step_seconds, interval, settings.max_window)
+            self.rules = rules_for(self.pace.step, interval, settings.max_window)
 
     def _publish(self, rank: RankState, booked: Booked) -> None:
         """Blocks that generated tokens have filled can be shared from now on. The last token's KV is not written yet."""

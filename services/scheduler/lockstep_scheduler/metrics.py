@@ -22,8 +22,11 @@ class LoopCollector(Collector):
             "lockstep_waiting_choices": ("Choices that wait for a row", len(loop.waiting)),
             "lockstep_kv_usage_ratio": ("Owned KV blocks of the fullest rank", loop.kv_usage),
             "lockstep_group_ready": ("1 while the engine group is formed and takes requests", float(loop.ready)),
-            "lockstep_step_seconds": ("Mean duration of a decode step", loop.step_seconds),
-            "lockstep_lead_steps": ("Steps before a window's end at which the next plan is composed", loop.lead_steps),
+            "lockstep_step_seconds": ("Mean duration of a decode step", loop.pace.step),
+            "lockstep_lead_steps": (
+                "Steps before a window's end at which the next plan is composed",
+                loop.pace.lead_steps,
+            ),
             "lockstep_outcome_silence_seconds": ("Time since an outcome was booked while plans run", loop.silence),
         }
         for name, (help, value) in gauges.items():

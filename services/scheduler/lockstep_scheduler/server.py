@@ -14,7 +14,7 @@ import grpc.aio
 from lockstep_common import rpc
 from lockstep_common.clock import Clock
 from lockstep_common.errors import InvalidRequest, LockstepError, Overloaded, Unavailable
-from lockstep_common.steps import Sampling, f32, u32, u64
+from lockstep_common.steps import U32, u32, u64
 from lockstep_proto.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from lockstep_scheduler.booking import EventBatch
 from lockstep_scheduler.ledger import Ledger
@@ -126,13 +126,13 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     async def _submit_durably(self, session: RouterSession, message: scheduler_pb2.Submit) -> None:
         """Write the record, answer, and only then queue: a refusal never touches Redis, a token never comes first."""
         try:
-            prompt = u32(message.prompt)
-            self._loop.check(prompt, read_sampling(message.sampling), message.n, message.adapter)
+            prompt = read_prompt(message)
+            self._loop.check(prompt, rpc.read_sampling(message.sampling), message.n, message.adapter)
         except LockstepError as error:
             self._refuse(session, message.handle, error)
             return
         draft = Request(
-            message.request_id, session.number, message.handle, prompt, read_sampling(message.sampling), message.n,
+            message.request_id, session.number, message.handle, prompt, rpc.read_sampling(message.sampling), message.n,
             message.priority, 0, 0.0, 0,
         )  # fmt: skip
         durable = await self._ledger.open(draft, ACCEPT_SECONDS)
@@ -147,8 +147,8 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
                 request_id=message.request_id,
                 session=session.number,
                 handle=message.handle,
-                prompt=u32(message.prompt),
-                sampling=read_sampling(message.sampling),
+                prompt=read_prompt(message),
+                sampling=rpc.read_sampling(message.sampling),
                 n=message.n,
                 priority=message.priority,
                 salt=message.cache_salt,
@@ -271,23 +271,10 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         return scheduler_pb2.FromScheduler(welcome=welcome)
 
 
-def read_sampling(message: common_pb2.Sampling) -> Sampling:
-    bias = zip(u32(message.bias_ids).tolist(), f32(message.bias_values).tolist(), strict=True)
-    return Sampling(
-        temperature=message.temperature,
-        top_p=message.top_p,
-        top_k=message.top_k,
-        min_p=message.min_p,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        repetition_penalty=message.repetition_penalty,
-        seed=message.seed,
-        min_tokens=message.min_tokens,
-        max_tokens=message.max_tokens,
-        stop_ids=tuple(u32(message.stop_ids).tolist()),
-        bias=tuple(bias),
-        logprobs=message.logprobs,
-    )
+def read_prompt(message: scheduler_pb2.Submit) -> U32:
+    if len(message.prompt) % 4:
+        raise InvalidRequest(f"a prompt of {len(message.prompt)} bytes is not whole token ids", param="prompt")
+    return u32(message.prompt)
 
 
 def write_events(batch: EventBatch, term: int) -> scheduler_pb2.Events:

@@ -28,13 +28,11 @@ from lockstep_common.steps import (
     PlanOutcome,
     PrefillPass,
     RowState,
-    Sampling,
     TableWrite,
     WorkerFacts,
-    f32,
     u32,
 )
-from lockstep_proto.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from lockstep_proto.v1 import worker_pb2, worker_pb2_grpc
 from lockstep_worker.driver import Driver, State
 
 log = logging.getLogger(__name__)
@@ -316,26 +314,8 @@ def _add_row(message: worker_pb2.AddRow) -> AddRow:
         tokens=u32(message.tokens),
         computed=message.computed,
         blocks=_by_group(message.blocks),
-        sampling=_sampling(message.sampling),
+        sampling=rpc.read_sampling(message.sampling),
         limit=message.limit,
-    )
-
-
-def _sampling(message: common_pb2.Sampling) -> Sampling:
-    return Sampling(
-        temperature=message.temperature,
-        top_p=message.top_p,
-        top_k=message.top_k,
-        min_p=message.min_p,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        repetition_penalty=message.repetition_penalty,
-        seed=message.seed,
-        min_tokens=message.min_tokens,
-        max_tokens=message.max_tokens,
-        stop_ids=tuple(u32(message.stop_ids).tolist()),
-        bias=tuple(zip(u32(message.bias_ids).tolist(), f32(message.bias_values).tolist(), strict=True)),
-        logprobs=message.logprobs,
     )
 
 

@@ -176,7 +176,7 @@ def test_a_lone_request_is_prefilled_within_the_bound(a: int, dp: int, phase: in
     planned = next(
         h for h, bodies in zip(sim.headers, sim.bodies, strict=True) if any(add.request_id == request.request_id for body in bodies for add in body.adds)
     )  # fmt: skip
-    assert planned.first_step - at <= b + a + sim.loop.lead_steps
+    assert planned.first_step - at <= b + a + sim.loop.pace.lead_steps
     sim.run()
     sim.check_answers([*others, request])
 

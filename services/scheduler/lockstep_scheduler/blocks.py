@@ -89,10 +89,14 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def room_for(self, shared: Sequence[int], new: int) -> bool:
-        """Whether `share(shared)` and then `take(new)` would succeed."""
-        revived = sum(1 for block in shared if self._refs[block] == 0)
-        return new + revived <= self.available
+    def revived(self, blocks: Iterable[int]) -> int:
+        """How many of these blocks `share` would take from what is available."""
+        return sum(1 for block in blocks if self._refs[block] == 0)
+
+    @property
+    def references(self) -> list[int]:
+        """References to each block, by number; for checks."""
+        return list(self._refs)
 
     def share(self, blocks: Iterable[int]) -> None:
         """One more reference to each block (cached or owned)."""

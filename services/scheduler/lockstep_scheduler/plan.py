@@ -368,7 +368,7 @@ def check(ranks: Sequence[RankState], slots: Slots, limits: Limits) -> None:
                 written = int(slots.planned[choice.slot]) - (1 if choice.phase is Phase.DECODE else 0)
                 assert len(choice.blocks) * rank.pool.block_size >= written, "a row lacks a block that it may write"
                 assert len(choice.blocks) == int(slots.owned[choice.slot])
-        assert refs.tolist() == rank.pool._refs, "reference counts differ from the tables"
+        assert refs.tolist() == rank.pool.references, "reference counts differ from the tables"
 
 
 # -- helpers ----------------------------------------------------------------------------------------------------------
@@ -409,8 +409,7 @@ def _blocks_needed(rank: RankState, group: list[Choice], limits: Limits) -> int:
     length = len(first.tokens)
     hits = rank.pool.lookup(first.keys, (length - 1) // size)
     most = min(length + limits.max_window, first.request.limit)
-    revived = sum(1 for b in hits if rank.pool._refs[b] == 0)
-    return -(-most // size) - len(hits) + revived + (len(group) - 1)
+    return -(-most // size) - len(hits) + rank.pool.revived(hits) + (len(group) - 1)
 
 
 def _first_chunk(rank: RankState, group: list[Choice], budget: int) -> tuple[int, int]:

@@ -62,7 +62,7 @@ class RedisLedger:
             tuple[Any, ...]
         ] = []  # ("append", id, choice, term, offset, data) | ("end", id, choice, reason, n)
         self._pending_seq = 0
-        self._flushing_seq = 0
+        self._epochs = 0
         self._wake = asyncio.Event()
         self._down_until = 0.0
         self.acked = 0
@@ -114,7 +114,8 @@ class RedisLedger:
 
     def restart(self) -> None:
         """A new epoch counts its plans from 1."""
-        self.acked = self._pending_seq = self._flushing_seq = 0
+        self.acked = self._pending_seq = 0
+        self._epochs += 1
 
     async def run(self) -> None:
         """Writes what is pending, a batch every few milliseconds; until cancelled."""
@@ -131,10 +132,11 @@ class RedisLedger:
             self._wake.set()
             return
         batch, self._pending = self._pending, []
-        seq = self._pending_seq
+        seq, epochs = self._pending_seq, self._epochs
         try:
             await self._write(batch)
-            self.acked = max(self.acked, seq)
+            if epochs == self._epochs:  # a seq of the epoch before would acknowledge plans that have not run
+                self.acked = max(self.acked, seq)
         except (TimeoutError, RedisError, OSError) as error:
             self._pending = batch + self._pending
             self._failed(error)

@@ -13,7 +13,7 @@ import grpc.aio
 
 from lockstep_common import rpc
 from lockstep_common.clock import Clock
-from lockstep_common.errors import InvalidRequest, LockstepError, Overloaded, Unavailable
+from lockstep_common.errors import Cancelled, InvalidRequest, LockstepError, Overloaded, Unavailable
 from lockstep_common.steps import U32, u32, u64
 from lockstep_proto.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from lockstep_scheduler.booking import EventBatch
@@ -36,6 +36,7 @@ class RouterSession:
         self.number = number
         self.router_id = router_id
         self.handles: dict[int, Request] = {}
+        self.recording: dict[int, bool] = {}  # submits whose record is being written: True once they were cancelled
         self.outgoing: asyncio.Queue[scheduler_pb2.FromScheduler] = asyncio.Queue(MAX_QUEUED_MESSAGES)
         self.overrun = asyncio.Event()
 
@@ -101,6 +102,8 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
                 case "cancel":
                     if request := session.handles.get(message.cancel.handle):
                         self._loop.cancel(request)
+                    elif message.cancel.handle in session.recording:
+                        session.recording[message.cancel.handle] = True
                 case "finish":
                     if request := session.handles.get(message.finish.handle):
                         self._loop.finish(request, message.finish.choice, message.finish.offset)
@@ -126,6 +129,8 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     async def _submit_durably(self, session: RouterSession, message: scheduler_pb2.Submit) -> None:
         """Write the record, answer, and only then queue: a refusal never touches Redis, a token never comes first."""
         try:
+            if message.handle in session.recording:
+                raise InvalidRequest(f"handle {message.handle} is in use")
             prompt = read_prompt(message)
             self._loop.check(prompt, rpc.read_sampling(message.sampling), message.n, message.adapter)
         except LockstepError as error:
@@ -135,8 +140,11 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             message.request_id, session.number, message.handle, prompt, rpc.read_sampling(message.sampling), message.n,
             message.priority, 0, 0.0, 0,
         )  # fmt: skip
+        session.recording[message.handle] = False
         durable = await self._ledger.open(draft, ACCEPT_SECONDS)
-        if session.number in self._sessions and (request := self._queue(session, message)) is not None:
+        if session.recording.pop(message.handle):
+            self._refuse(session, message.handle, Cancelled("cancelled before it was queued"))
+        elif session.number in self._sessions and (request := self._queue(session, message)) is not None:
             self._accept(session, request, durable)
 
     def _queue(self, session: RouterSession, message: scheduler_pb2.Submit) -> Request | None:

@@ -29,7 +29,7 @@ class PoolMachine(RuleBasedStateMachine):
         hits = self.pool.lookup(keys, len(keys))
         assert [self.content[b] for b in hits] == keys[: len(hits)], "a hit on another content"
         new = len(keys) - len(hits)
-        if not self.pool.room_for(hits, new):
+        if new + self.pool.revived(hits) > self.pool.available:
             return
         self.pool.share(hits)
         before = self.pool.free

@@ -98,3 +98,19 @@ async def test_the_registry_entry_expires(ledger: RedisLedger) -> None:
     assert 0 < await ledger._redis.ttl("lockstep:scheduler:shard-0") <= module.REGISTRY_TTL
     await ledger.close()
     assert await fakeredis.FakeAsyncRedis(server=ledger.server).get("lockstep:scheduler:shard-0") is None  # type: ignore[attr-defined]
+
+
+async def test_a_flush_that_spans_two_epochs_acknowledges_nothing_of_the_new_one(ledger: RedisLedger) -> None:
+    held = request()
+    await ledger.open(held, 1.0)
+    ledger.append(500, [(held.choices[0], 0, tokens(7))])
+    write = ledger._write
+
+    async def write_while_the_group_forms_anew(batch: list[tuple[Any, ...]]) -> None:
+        ledger.restart()
+        await write(batch)
+
+    ledger._write = write_while_the_group_forms_anew  # type: ignore[method-assign]
+    await run_once(ledger)
+    assert ledger.acked == 0
+    assert np.frombuffer(await ledger._redis.get("lockstep:tokens:r1:0"), "<u4").tolist() == [7]

@@ -7,6 +7,7 @@ text for each choice, then a usage chunk without choices if it was asked for, th
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Sequence
 from typing import Any, Final
@@ -33,7 +34,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
     }
 
 
-class Shape:
+class Shape(abc.ABC):
     """The answer to one request. One instance per request: it remembers which choices have begun."""
 
     object_name = ""
@@ -81,11 +82,11 @@ class Shape:
         self._begun[index] = True
         return []
 
-    def _content(self, text: bytes) -> bytes:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _content(self, text: bytes) -> bytes: ...
 
-    def _nothing(self) -> bytes:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _nothing(self) -> bytes: ...
 
     # --- whole answers
 
@@ -114,11 +115,11 @@ class Shape:
             choice["prompt_token_ids"] = self._prompt_ids(index)
         return choice
 
-    def _body(self, index: int, text: str) -> dict[str, Any]:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _body(self, index: int, text: str) -> dict[str, Any]: ...
 
-    def _logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> Any:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> Any: ...
 
     def _prompt_ids(self, index: int) -> list[int]:
         return self._request.prompts[index // self._request.n].ids

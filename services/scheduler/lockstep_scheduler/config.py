@@ -44,6 +44,7 @@ class SchedulerConfig:
         0, "prompt tokens after which a decode window is owed (0: one full step)"
     )
     watermark: float = setting(0.95, "share of KV blocks in use above which nothing is admitted beside running rows")
+    enable_prefix_caching: bool = setting(True, "requests share the KV blocks of equal beginnings")
     worker_timeout: float = setting(60.0, "seconds without an outcome after which a worker is given up")
     load_timeout: float = setting(1800.0, "seconds that a worker may take to load its model")
     session_grace: float = setting(10.0, "seconds that requests outlive the session of their router")

@@ -67,6 +67,7 @@ class Settings:
     b: int = 0
     watermark: float = 0.95
     max_prefill_tokens_per_point: int = 0
+    prefix_caching: bool = True
     worker_timeout: float = 60.0
     grace: float = 10.0
 
@@ -290,7 +291,8 @@ class StepLoop:
             watermark=settings.watermark,
         )
         self.ranks: list[RankState] = [
-            plan.new_rank(i, kv.num_blocks, kv.block_size, group.max_rows) for i in range(group.dp)
+            plan.new_rank(i, kv.num_blocks, kv.block_size, group.max_rows, settings.prefix_caching)
+            for i in range(group.dp)
         ]
         self.slots = Slots(3 * group.max_rows * group.dp, group.max_model_len)
         self._seq = self._step = self._point_tokens = 0
@@ -555,6 +557,8 @@ class StepLoop:
 
     def _publish(self, rank: RankState, booked: Booked) -> None:
         """Blocks that generated tokens have filled can be shared from now on. The last token's KV is not written yet."""
+        if not rank.prefix_caching:
+            return
         slots, size = self.slots, rank.pool.block_size
         at = booked.slots
         full = (slots.prompt_len[at] + slots.generated[at] - 1) // size
@@ -660,7 +664,10 @@ class StepLoop:
         return min(prompt_len + sampling.max_tokens, self.group.max_model_len)
 
     def _root(self, request: Request) -> None:
+        """Without a prefix cache no block has a key: nothing is found, and nothing is offered."""
         assert self.group is not None
+        if not self.settings.prefix_caching:
+            return
         facts = self.group.facts
         request.root = root(facts.model, facts.weights_epoch, "", request.salt)
         keys = chain(request.root, request.prompt, facts.groups[0].block_size)

@@ -103,6 +103,7 @@ class RankState:
     index: int
     pool: BlockPool
     free_rows: list[int]  # a heap: the lowest number first, the same on every replay
+    prefix_caching: bool = True  # else blocks have no keys, so that none is shared between requests
     prefilling: list[Choice] = field(default_factory=list)  # unfinished chunks and joining choices, oldest first
     decoding: list[int] = field(default_factory=list)  # slots
     departed: list[int] = field(default_factory=list)  # rows given back since the last plan: its removes
@@ -114,8 +115,8 @@ class RankState:
         return len(self.prefilling) + len(self.decoding)
 
 
-def new_rank(index: int, num_blocks: int, block_size: int, max_rows: int) -> RankState:
-    return RankState(index, BlockPool(num_blocks, block_size), list(range(max_rows)))
+def new_rank(index: int, num_blocks: int, block_size: int, max_rows: int, prefix_caching: bool = True) -> RankState:
+    return RankState(index, BlockPool(num_blocks, block_size), list(range(max_rows)), prefix_caching)
 
 
 @dataclass(slots=True)
@@ -337,6 +338,8 @@ def preempt(rank: RankState, victim: Choice, slots: Slots) -> list[Choice]:
 
 def publish(rank: RankState, choice: Choice, slots: Slots, upto: int) -> None:
     """Offers the keys of the blocks that the choice's tokens fill, up to position `upto`, to the pool."""
+    if not rank.prefix_caching:
+        return
     size = rank.pool.block_size
     full, done = upto // size, int(slots.published[choice.slot])
     if full <= done:

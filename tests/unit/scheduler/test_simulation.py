@@ -242,6 +242,19 @@ def test_an_answer_is_cached_for_the_next_turn_of_a_chat() -> None:
     assert sim.got(second).cached == 20  # the last token's KV was never written: 23 of 24 positions
 
 
+def test_without_a_prefix_cache_requests_share_nothing_and_choices_still_share_their_prompt() -> None:
+    sim = Simulation(num_blocks=100, prefix_caching=False)
+    requests = []
+    for _ in range(2):
+        requests.append(sim.submit(prompt(22), n=2, temperature=1.0, seed=7, max_tokens=8))
+        sim.run()
+    sim.check_answers(requests)
+    assert [sim.got(r).cached for r in requests] == [0, 0]
+    assert sim.loop.ranks[0].pool.cached == 0
+    computed = sum(int(p.counts.sum()) for bodies in sim.bodies for body in bodies for p in body.passes)
+    assert computed == 2 * (22 + 1)
+
+
 def test_tenants_never_share_and_salts_are_not_adapters() -> None:
     sim = Simulation(num_blocks=100)
     requests = []

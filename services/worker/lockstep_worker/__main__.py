@@ -80,8 +80,10 @@ def load(settings: WorkerConfig, progress: Callable[[float, str], None]) -> Load
             device=device,
             deterministic=deterministic,
             progress=lambda share: progress(share, f"loading {settings.name}: {share:.0%}"),
+            dummy_weights=settings.load_format == "dummy",
         )
         make_sampler, mark = TokenSampler, (cuda_mark if device.type == "cuda" else None)
+    block_size = settings.block_size or (64 if device.type == "cuda" else 16)
     max_model_len = settings.max_model_len or model.max_model_len
     if max_model_len > model.max_model_len:
         raise ConfigError(f"max_model_len {max_model_len} is above the model's {model.max_model_len}")
@@ -94,10 +96,10 @@ def load(settings: WorkerConfig, progress: Callable[[float, str], None]) -> Load
         deterministic=deterministic,
         max_rows=settings.max_num_seqs,
         max_model_len=max_model_len,
-        block_size=settings.block_size,
+        block_size=block_size,
         num_blocks=memory.num_blocks(
             model.kv_specs(),
-            block_size=settings.block_size,
+            block_size=block_size,
             max_rows=settings.max_num_seqs,
             max_model_len=max_model_len,
             memory_gb=settings.kv_cache_memory_gb,

@@ -21,6 +21,11 @@ class WorkerConfig:
     model: str = setting("", "directory of the model in Hugging Face format", metavar="DIR")
     served_model_name: str = setting("", "name of the model; default: its directory's", metavar="NAME")
     dtype: str = setting("auto", "of weights and activations", choices=("auto", "float32", "bfloat16", "float16"))
+    load_format: str = setting(
+        "auto",
+        "auto: safetensors; dummy: random weights, only config.json is read",
+        choices=("auto", "safetensors", "dummy"),
+    )
     device: str = setting("auto", "auto: CUDA if there is one", choices=("auto", "cpu", "cuda"))
     deterministic: str = setting(
         "auto", "a row's bits do not depend on its batch; auto: on the CPU", choices=("auto", "on", "off")
@@ -31,11 +36,13 @@ class WorkerConfig:
     max_num_seqs: int = setting(64, "rows: choices that run at once")
     max_model_len: int = setting(0, "tokens of a sequence; 0: the model's", metavar="LEN")
     max_num_batched_tokens: int = setting(2048, "tokens of a prefill pass")
-    block_size: int = setting(16, "tokens of a KV block")
+    block_size: int = setting(0, "tokens of a KV block; 0: 64 on CUDA, 16 on the CPU")
     kv_cache_memory_gb: float = setting(
         0.0,
-        "memory of the KV cache; 0: on CUDA 90 % of what is free, on the CPU enough for all rows, at most a quarter",
+        "memory of the KV cache; 0: on CUDA what gpu_memory_utilization leaves, on the CPU enough for all rows, at most a quarter",
     )
+    gpu_memory_utilization: float = setting(0.9, "share of the GPU's memory for weights, activations and KV cache")
+    enforce_eager: bool = setting(False, "no CUDA graphs: every step launches its kernels one by one")
 
     collective_deadline_s: float = setting(10.0, "after so long a collective is reported with the ranks it misses")
     reform_timeout_s: float = setting(60.0, "after so long a collective, or forming a group, is given up")
@@ -55,10 +62,12 @@ class WorkerConfig:
                 raise ConfigError("which model? give --model DIR (or --null-step-ms for a worker without one)")
             if not Path(self.model).expanduser().is_dir():
                 raise ConfigError(f"--model {self.model}: no such directory")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1")
-        for name in ("max_model_len", "kv_cache_memory_gb", "threads"):
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError("gpu_memory_utilization must be above 0 and at most 1")
+        for name in ("max_model_len", "kv_cache_memory_gb", "threads", "block_size"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative")
         if not 0 < self.collective_deadline_s < self.reform_timeout_s:

@@ -14,23 +14,24 @@ from lockstep_common.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class KvSpec:
-    """What the layers of one KV group keep of each token: a key and a value for each head."""
+    """What the layers of one KV group keep of each token: `planes` vectors for each head."""
 
-    kind: str  # "full": every position, paged
+    kind: str  # "full": every position, paged; "latent": the same, one compressed vector for keys and values
     layers: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    planes: int = 2  # keys and values; 1 for latents
 
     def bytes_per_block(self, block_size: int) -> int:
         """Bytes that one block takes over all layers of the group."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * block_size * self.dtype.itemsize
+        return self.planes * self.layers * self.kv_heads * self.head_dim * block_size * self.dtype.itemsize
 
 
 class KvCache:
     """The blocks of all groups on one device. Who owns which block is the scheduler's business.
 
-    A layer's cache is [num_blocks, 2, kv_heads, block_size, head_dim]: a block's keys, then its values, head by head, as
+    A layer's cache is [num_blocks, planes, kv_heads, block_size, head_dim]: a block's keys, then its values, head by head, as
     attention reads one head's tokens in a row. Everything starts as zero.
     Block 0 is the null block: rows that must not write write there, and nothing reads it.
     """
@@ -49,7 +50,7 @@ class KvCache:
         self._groups = tuple(_allocate(spec, num_blocks, block_size, torch.device(device)) for spec in specs)
 
     def layer(self, group: int, layer: int) -> torch.Tensor:
-        """The cache of one layer of a group: [num_blocks, 2, kv_heads, block_size, head_dim], contiguous, a view."""
+        """The cache of one layer of a group: [num_blocks, planes, kv_heads, block_size, head_dim], contiguous, a view."""
         return self._groups[group][layer]
 
     def zero(self, group: int, blocks: torch.Tensor) -> None:
@@ -64,7 +65,7 @@ class KvCache:
 
 
 def _allocate(spec: KvSpec, num_blocks: int, block_size: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    shape = (spec.layers, num_blocks, 2, spec.kv_heads, block_size, spec.head_dim)
+    shape = (spec.layers, num_blocks, spec.planes, spec.kv_heads, block_size, spec.head_dim)
     try:
         if device.type == "cpu":  # pages that nobody has written yet cost neither memory nor start-up time
             memory = mmap.mmap(-1, math.prod(shape) * spec.dtype.itemsize)

@@ -1,12 +1,16 @@
-"""Directories in Hugging Face's format: config.json and safetensors. Every error names the file and the field in it."""
+"""Directories in Hugging Face's format: config.json and safetensors. Every error names the file and the field in it.
+
+`DummyCheckpoint` stands in for the safetensors where only speed matters (`--load-format dummy`).
+"""
 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -71,7 +75,59 @@ def positive(value: Any, error: Callable[[str], ConfigError]) -> float:
     return float(value)
 
 
-class Checkpoint:
+class Checkpoint(Protocol):
+    """Where the tensors of a model come from."""
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is such a tensor; only optional ones need asking for."""
+        ...
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The tensor `name` in `dtype`. Raises ConfigError if it is missing, misshapen or not floating point."""
+        ...
+
+    def headers(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+        """(name, dtype, shape) of every tensor by name: the same for one file and for shards."""
+        ...
+
+    def check_all_taken(self, ignored: tuple[str, ...] = ()) -> None:
+        """Raises ConfigError if a tensor was not used: then the model is not what its architecture says.
+
+        Names that end with one of `ignored` are passed over.
+        """
+        ...
+
+
+class DummyCheckpoint:
+    """Any tensor that is asked for, random: uniform(-0.035, 0.035), a seed for each name; gains of norms are 1.
+
+    With a spread this wide a router chooses all experts about equally often, as trained ones do; weights much smaller would
+    send every token the same way and make a mixture of experts look faster than it is.
+    """
+
+    _BOUND: Final = 0.035
+
+    def __init__(self, device: torch.device) -> None:
+        self._generator = torch.Generator(device)
+
+    def __contains__(self, name: str) -> bool:
+        return False
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device=self._generator.device)
+        if len(shape) == 1 and "norm" in name:
+            return tensor.fill_(1)
+        self._generator.manual_seed(zlib.crc32(name.encode()))
+        return tensor.uniform_(-self._BOUND, self._BOUND, generator=self._generator)
+
+    def headers(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+        yield "dummy", "", ()
+
+    def check_all_taken(self, ignored: tuple[str, ...] = ()) -> None:
+        return None
+
+
+class SafetensorsCheckpoint:
     """The tensors of a directory: model.safetensors, or the shards that model.safetensors.index.json lists.
 
     Files are mapped into memory, so a tensor is read when it is taken. Use as a context manager.
@@ -90,7 +146,7 @@ class Checkpoint:
             self._stack.close()
             raise
 
-    def __enter__(self) -> Checkpoint:
+    def __enter__(self) -> SafetensorsCheckpoint:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -100,7 +156,6 @@ class Checkpoint:
         return name in self._where
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The tensor `name` on CPU in `dtype`. Raises ConfigError if it is missing, misshapen or not floating point."""
         path = self._where.get(name)
         if path is None:
             raise ConfigError(f"{self.directory}: tensor {name} is missing from the safetensors files", param=name)
@@ -117,16 +172,11 @@ class Checkpoint:
         return tensor.to(dtype)
 
     def headers(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-        """(name, dtype, shape) of every tensor by name: the same for one file and for shards."""
         for name in sorted(self._where):
             header = self._files[self._where[name]].get_slice(name)
             yield name, header.get_dtype(), tuple(header.get_shape())
 
     def check_all_taken(self, ignored: tuple[str, ...] = ()) -> None:
-        """Raises ConfigError if a tensor was not used: then the model is not what its architecture says.
-
-        Names that end with one of `ignored` are passed over.
-        """
         for name in sorted(self._where.keys() - self._taken):
             if not name.endswith(ignored):
                 raise ConfigError(f"{self._where[name]}: tensor {name} is not part of the architecture", param=name)

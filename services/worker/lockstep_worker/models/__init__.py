@@ -11,7 +11,7 @@ import torch
 from lockstep_worker.inputs import StepInputs
 from lockstep_worker.kv import KvCache, KvSpec
 from lockstep_worker.models import llama
-from lockstep_worker.weights import Checkpoint, ConfigFile, Progress
+from lockstep_worker.weights import Checkpoint, ConfigFile, DummyCheckpoint, Progress, SafetensorsCheckpoint
 
 __all__ = ["ARCHITECTURES", "Model", "load_model"]
 
@@ -55,8 +55,9 @@ def load_model(
     device: torch.device,
     deterministic: bool,
     progress: Progress = lambda fraction: None,
+    dummy_weights: bool = False,
 ) -> Model:
-    """Loads a directory in Hugging Face's format.
+    """Loads a directory in Hugging Face's format; with `dummy_weights` of its config.json only, and random weights.
 
     `deterministic`: a row's bits depend neither on its batch, nor on chunking, nor on prefill against decode.
     `progress` is called with the loaded fraction, 0 to 1. Raises ConfigError naming the file and the field at fault.
@@ -70,5 +71,7 @@ def load_model(
         raise config.error("architectures", f"names {names[0]!r}, which is not one of {', '.join(ARCHITECTURES)}")
     if config.get("quantization_config") is not None:
         raise config.error("quantization_config", "is set: quantised weights are not supported")
-    with Checkpoint(path) as checkpoint:
+    if dummy_weights:
+        return loader(config, DummyCheckpoint(device), dtype, device, deterministic, progress)
+    with SafetensorsCheckpoint(path) as checkpoint:
         return loader(config, checkpoint, dtype, device, deterministic, progress)

@@ -1,0 +1,119 @@
+"""python -m tests.kernels.aot [OP ...]: compiles every kernel variant of these ops for sm_90 on a machine without a GPU.
+
+A stub driver stands in for CUDA, so that the ordinary launch path specialises kernels as a real launch would. Prints a line a
+variant (JSON with --json) and exits with 1 if one does not compile, spills registers or needs more shared memory than there is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from tests.kernels import aot
+
+SHARED_MEMORY: Final = 232448  # bytes that a block may have on sm_90
+
+
+class StubDriver:
+    """What `JITFunction.warmup` asks a driver for."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def set_current_device(self, device: int) -> None:
+        pass
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.kernels.aot", description=__doc__)
+    parser.add_argument("ops", nargs="*", help="default: all")
+    parser.add_argument("--capability", type=int, default=90)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET", "0") != "0":
+        parser.error("TRITON_INTERPRET is set: interpreted kernels are not compiled")
+    driver.set_active(StubDriver(args.capability))
+    failures = 0
+    for report in _compile(args.ops or [module.name for module in pkgutil.iter_modules(aot.__path__)]):
+        failures += bool(report["faults"])
+        print(json.dumps(report) if args.json else _line(report), flush=True)
+    return int(failures > 0)
+
+
+def _compile(ops: list[str]) -> Iterator[dict[str, Any]]:
+    for op in ops:
+        if op == "__main__":
+            continue
+        for name, warm_up in importlib.import_module(f"tests.kernels.aot.{op}").variants():
+            started = time.perf_counter()
+            try:
+                compiled = warm_up()
+            except Exception as error:
+                yield {"op": op, "name": name, "faults": [f"{type(error).__name__}: {error}"]}
+                continue
+            yield {"op": op, "name": name, **_inspect(compiled), "s": round(time.perf_counter() - started, 2)}
+
+
+def _inspect(compiled: Any) -> dict[str, Any]:
+    usage = _resource_usage(compiled.asm["cubin"])
+    shared = compiled.metadata.shared
+    faults = []
+    if shared > SHARED_MEMORY:
+        faults.append(f"{shared} bytes of shared memory, there are {SHARED_MEMORY}")
+    if usage.get("LOCAL", 0):
+        faults.append(f"spills {usage['LOCAL']} bytes of registers")
+    return {
+        "registers": usage.get("REG"),
+        "shared": shared,
+        "stack": usage.get("STACK"),
+        "wgmma": "wgmma" in compiled.asm["ptx"],
+        "faults": faults,
+    }
+
+
+def _resource_usage(cubin: bytes) -> dict[str, int]:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        printed = subprocess.run(
+            [str(tool), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", printed)}
+
+
+def _line(report: dict[str, Any]) -> str:
+    facts = " ".join(f"{key}={value}" for key, value in report.items() if key not in ("op", "name", "faults"))
+    return f"{report['op']:12} {report['name']:44} {facts} {'FAULT: ' + '; '.join(report['faults']) if report['faults'] else ''}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -14,7 +14,8 @@ class StepInputs:
     """T tokens of B sequences, of which S tokens need logits. Device tensors unless said otherwise.
 
     A decode step has T = B = S (one token a sequence). A prefill pass has the chunks one after the other; only a chunk
-    that reaches the end of its row's tokens needs logits. A placeholder has T = B = S = 0.
+    that reaches the end of its row's tokens needs logits. A placeholder has T = B = S = 0. In a captured decode step the host
+    knows no lengths: query_lens and host_seq_lens are empty, block tables are as wide as rows have them.
     """
 
     kind: Kind
@@ -28,4 +29,5 @@ class StepInputs:
     logits_index: torch.Tensor  # [S] int64 into T
     query_lens: tuple[int, ...]  # [B] host
     host_seq_lens: tuple[int, ...]  # [B] host
-    max_seq_len: int  # host: the largest of seq_lens
+    max_seq_len: int  # host: the largest of seq_lens, or a bound on it
+    live: torch.Tensor | None = None  # [T] bool: tokens of rows that are alive; None: all. Others are routed to no expert

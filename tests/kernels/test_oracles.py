@@ -41,6 +41,13 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 4.0,
+}
 ORACLES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", BASE | {"head_dim": 16}),
     "llama-head-dim": ("Llama", BASE | {"head_dim": 24, "num_key_value_heads": 4}),
@@ -50,6 +57,7 @@ ORACLES: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         BASE | {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
     ),
+    "yarn-rope": ("Llama", BASE | {"rope_parameters": YARN_ROPE}),
     "mistral": ("Mistral", BASE | {"sliding_window": None, "head_dim": 16}),
     "qwen2": ("Qwen2", BASE),
     "qwen3": ("Qwen3", BASE | {"head_dim": 16}),

@@ -99,7 +99,7 @@ def test_facts_and_progress(tiny: Path) -> None:
         ({"head_dim": 7}, "head_dim is 7, expected an even number"),
         ({"rms_norm_eps": -1}, "rms_norm_eps is -1, expected a positive number"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', expected true or false"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.rope_type is 'yarn', which is not one of"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type is 'longrope', which is not one of"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_scaling.rope_type is 'dynamic'"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is None, expected a positive number"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters is .* one object"),

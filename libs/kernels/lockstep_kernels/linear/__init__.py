@@ -7,19 +7,21 @@ import torch
 from lockstep_kernels.checks import check_shape
 from lockstep_kernels.linear import cpu, reference
 from lockstep_kernels.linear.packed import Layout, Packed
+from lockstep_kernels.rms_norm import Norm, rms_norm
 
 __all__ = ["Layout", "Packed", "linear", "pack"]
 
 
-def pack(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Packed:
+def pack(weight: torch.Tensor, bias: torch.Tensor | None = None, *, prompts: bool = True) -> Packed:
     """The weight [out, in] (and bias [out]) in the order that `linear` reads fastest on its device. The weight may be freed.
 
-    `Packed.dtype` says what operands `linear` then takes: float32 where bfloat16 weights meet float32 arithmetic.
+    What operands `linear` then takes: `Packed.dtype`, and that of `Packed.for_prompts`, which are two on a CPU with
+    bfloat16 weights. Without `prompts` there is the first only: for a weight that never meets many rows.
     """
     out_features, in_features = weight.shape
     if bias is not None:
         check_shape("bias", bias, (out_features,))
-    if (packed := cpu.pack(weight, bias)) is not None:
+    if (packed := cpu.pack(weight, bias, prompts)) is not None:
         return packed
     return Packed(weight.contiguous(), bias, out_features, in_features, Layout.PLAIN, weight.dtype)
 
@@ -28,24 +30,27 @@ def linear(
     x: torch.Tensor,
     weight: Packed,
     *,
+    norm: Norm | None = None,
     silu: bool = False,
     times: torch.Tensor | None = None,
     plus: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """y = x @ weight.T + bias; then at most one of: silu(y), y * times, y + plus. Accumulated in float32.
+    """y = x @ weight.T + bias, of x normalised first if there is a `norm`; then at most one of: silu(y), y * times, y + plus.
 
-    x [T, in] contiguous, of `weight.dtype`; times and plus [T, out]. Returns a new [T, out] of that dtype.
-    A row's bits do not depend on T.
+    x [T, in] contiguous, of a dtype that the weight has a form for; times and plus [T, out]. Accumulated in float32. Returns a [T, out] of that
+    dtype, which may be `plus` itself, overwritten. A row's bits do not depend on T.
     """
     rows = x.shape[0]
     check_shape("x", x, (rows, weight.in_features))
     if x.dtype != weight.dtype:
-        raise ValueError(f"x is {x.dtype}, this weight takes {weight.dtype}")
+        weight = weight.form(x.dtype)
     if silu + (times is not None) + (plus is not None) > 1:
         raise ValueError("at most one of silu, times and plus may follow a product")
     for name, operand in (("times", times), ("plus", plus)):
         if operand is not None:
             check_shape(name, operand, (rows, weight.out_features))
+    if norm is not None:
+        x = rms_norm(x, *norm)
     match weight.layout:
         case Layout.HALF:
             return cpu.half_linear(x, weight, silu, times, plus)

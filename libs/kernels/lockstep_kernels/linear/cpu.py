@@ -1,16 +1,18 @@
-"""Products with prepacked weights on CPU. Which one a weight gets is decided once, by its dtype; both give a row the same
+"""Products with prepacked weights on CPU. What a weight gets is decided once, by its dtype; each form gives a row the same
 bits for every number of rows (oneDNN's from two rows on), with one and two threads.
 
-- bfloat16 weights go to FBGEMM as float16, which holds each of them exactly but those below 2^-14 (error at most 2^-25);
-  operands, sums and results are float32. It streams weights from memory half again as fast as oneDNN does (1536 x 576, one
-  row, two cores of Zen 4: 69 us against 109 us), and a decode step is little else: SmolLM2-135M takes 18 ms a token
-  against 24 ms. Without bfloat16 arithmetic, long prompts cost more: 780 tokens a second against 1,290. Mixing the two by
-  the number of rows would cost what determinism promises: the same bits for a prompt's token and a generated one.
-- float32 weights go to oneDNN, with what follows fused into the product; so do bfloat16 ones beyond float16's range (as
-  float32), and all bfloat16 ones where torch has no FBGEMM.
+- float32 weights go to oneDNN, with what follows fused into the product.
+- bfloat16 weights are held twice, for tokens of two kinds (figures: two cores of Zen 4, 1536 x 576):
+  - For bfloat16 operands, by oneDNN: 412 GFLOP/s at 512 rows, where float32 arithmetic ends at 205. Prompt tokens.
+  - For float32 operands, by FBGEMM as float16, which holds each weight exactly but those below 2^-14 (error at most 2^-25);
+    sums and results are float32. It streams weights from memory half again as fast as oneDNN does (one row: 68 us against
+    96), and a step of generated tokens is little else. oneDNN in float32 stands in for weights beyond float16's range.
+- A CPU without bfloat16 products has only the second form, a torch without FBGEMM only the first.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 
@@ -23,21 +25,28 @@ _linear_binary = torch.ops.mkldnn._linear_pointwise.binary
 _half_linear = torch.ops.quantized.linear_dynamic_fp16
 
 
-def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> Packed | None:
+def pack(weight: torch.Tensor, bias: torch.Tensor | None, prompts: bool) -> Packed | None:
     """See the public function; None if this machine has no packed product for the weight."""
-    out_features, in_features = weight.shape
     if weight.device.type != "cpu":
         return None
-    if weight.dtype == torch.bfloat16 and "fbgemm" in torch.backends.quantized.supported_engines:
-        fits = bool(weight.abs().max() <= LARGEST_HALF)
-        weight, bias = weight.float(), None if bias is None else bias.float()
-        if fits:
-            packed = torch.ops.quantized.linear_prepack_fp16(weight, bias)
-            return Packed(packed, None, out_features, in_features, Layout.HALF, torch.float32)
+    if weight.dtype != torch.bfloat16 or "fbgemm" not in torch.backends.quantized.supported_engines:
+        return _onednn(weight, bias)
+    out_features, in_features = weight.shape
+    prompt = _onednn(weight, bias) if prompts else None
+    wide, wide_bias = weight.float(), None if bias is None else bias.float()
+    if bool(weight.abs().max() <= LARGEST_HALF):
+        half = torch.ops.quantized.linear_prepack_fp16(wide, wide_bias)
+        return Packed(half, None, out_features, in_features, Layout.HALF, torch.float32, prompt)
+    packed = _onednn(wide, wide_bias)
+    return packed if packed is None else replace(packed, prompt=prompt)
+
+
+def _onednn(weight: torch.Tensor, bias: torch.Tensor | None) -> Packed | None:
+    """None if oneDNN has no product of this dtype on this machine."""
     if not _onednn_has(weight.dtype):
         return None
     reordered = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_ROWS)
-    return Packed(reordered, bias, out_features, in_features, Layout.ONEDNN, weight.dtype)
+    return Packed(reordered, bias, *weight.shape, Layout.ONEDNN, weight.dtype)
 
 
 def onednn_linear(

@@ -16,7 +16,12 @@ class Layout(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A weight [out_features, in_features] as `linear` wants it. `dtype` is that of its operands and results."""
+    """A weight [out_features, in_features] as `linear` wants it. `dtype` is that of its operands and results.
+
+    A bfloat16 weight on a CPU has two forms: this one for float32 operands, which is the faster one for a few rows, and
+    `prompt` for bfloat16 operands, which is the faster one for many. They differ in bits, so what chooses must be a property
+    of the token, never of the batch: prompt tokens go through the one, generated tokens through the other.
+    """
 
     weight: torch.Tensor | torch.ScriptObject
     bias: torch.Tensor | None
@@ -24,3 +29,16 @@ class Packed:
     in_features: int
     layout: Layout
     dtype: torch.dtype
+    prompt: Packed | None = None
+
+    @property
+    def for_prompts(self) -> Packed:
+        """The form that prompt tokens go through; without a second one it is this."""
+        return self if self.prompt is None else self.prompt
+
+    def form(self, dtype: torch.dtype) -> Packed:
+        """The form for operands of `dtype`; ValueError if there is none."""
+        for packed in (self, self.for_prompts):
+            if packed.dtype == dtype:
+                return packed
+        raise ValueError(f"x is {dtype}, this weight takes {self.dtype}")

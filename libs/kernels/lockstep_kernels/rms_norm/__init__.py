@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from lockstep_kernels.checks import check_shape
 from lockstep_kernels.rms_norm import reference
+
+__all__ = ["Norm", "rms_norm"]
+
+
+class Norm(NamedTuple):
+    """What a normalisation needs beside its operand: the float32 gain, and eps."""
+
+    gain: torch.Tensor
+    eps: float
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

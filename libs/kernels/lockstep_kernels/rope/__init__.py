@@ -2,10 +2,71 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from lockstep_kernels.checks import check_shape
+from lockstep_kernels.rms_norm import Norm, rms_norm
 from lockstep_kernels.rope import reference
+
+__all__ = ["Prepared", "Tables", "kv_rows", "prepare", "rotate_", "rotate_and_store_", "store_kv", "tables"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """cos and sin of every position's angles on a model's device; what they look like there is this package's business."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What all layers of a pass share: the angles of its tokens' positions, and where their keys and values go."""
+
+    cos: torch.Tensor  # [R, 1, r]
+    sin: torch.Tensor
+    rows: torch.Tensor  # of `kv_rows`
+
+
+def tables(cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Tables:
+    """Of cos and sin float64 [positions, r / 2], for vectors of `dtype`, of which the first r elements are rotated."""
+    check_shape("sin", sin, tuple(cos.shape))
+    return Tables(torch.cat((cos, cos), 1).to(device, dtype), torch.cat((-sin, sin), 1).to(device, dtype))
+
+
+def prepare(
+    tables: Tables,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    kv_heads: int,
+    block_size: int,
+    dtype: torch.dtype,
+) -> Prepared:
+    """For vectors of `dtype`. positions [R] int64 of all rows of a pass; slots [T] int64 of its tokens, the first T <= R
+    rows: what further rows compute is stored nowhere."""
+    cos, sin = (table[positions].unsqueeze(1).to(dtype) for table in (tables.cos, tables.sin))
+    return Prepared(cos, sin, kv_rows(slots, kv_heads, block_size))
+
+
+def rotate_and_store_(qkv: torch.Tensor, cache: torch.Tensor, prepared: Prepared, norm: Norm | None = None) -> None:
+    """Turns the products q, k, v of a pass into what attention reads.
+
+    qkv [R, H + 2h, d]: the query heads, key heads and value heads of R rows. Each query and key head is normalised if there
+    is a `norm` (its gain [H + h, d]), then the first r of its d elements are rotated, in place; the keys and values of the
+    first T rows are written to the cache [blocks, 2, h, block_size, d].
+    """
+    kv_heads = cache.shape[2]
+    heads, width = qkv.shape[1] - 2 * kv_heads, qkv.shape[2]
+    rotated = qkv[:, : heads + kv_heads]
+    if norm is not None:
+        check_shape("gain", norm.gain, (heads + kv_heads, width))
+        rotated.copy_(rms_norm(rotated, *norm))
+    rotate_(rotated[..., : prepared.cos.shape[-1]], prepared.cos, prepared.sin)
+    tokens = prepared.rows.shape[0] // (2 * kv_heads)
+    store_kv(qkv[:tokens, heads:], cache, prepared.rows)
 
 
 def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

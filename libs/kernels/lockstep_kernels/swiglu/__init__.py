@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from lockstep_kernels.linear import Packed, linear, pack
+from lockstep_kernels.rms_norm import Norm, rms_norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,11 @@ def pack_gate_up(
     return GateUp(pack(gate, gate_bias), pack(up, up_bias))
 
 
-def swiglu(x: torch.Tensor, weight: GateUp) -> torch.Tensor:
-    """silu(x @ gate.T) * (x @ up.T) of x [T, d]: a new [T, i] of x's dtype. A row's bits do not depend on T."""
+def swiglu(x: torch.Tensor, weight: GateUp, *, norm: Norm | None = None) -> torch.Tensor:
+    """silu(x @ gate.T) * (x @ up.T) of x [T, d], normalised first if there is a `norm`: a new [T, i] of x's dtype.
+
+    A row's bits do not depend on T.
+    """
+    if norm is not None:
+        x = rms_norm(x, *norm)
     return linear(x, weight.up, times=linear(x, weight.gate, silu=True))

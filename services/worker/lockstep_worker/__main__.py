@@ -106,6 +106,7 @@ def load(settings: WorkerConfig, progress: Callable[[float, str], None]) -> Load
             device=device,
         ),
         mark=mark,
+        graphs=device.type == "cuda" and settings.null_step_ms < 0 and not settings.enforce_eager,
     )
 
 

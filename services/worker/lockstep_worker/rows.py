@@ -31,6 +31,7 @@ from lockstep_kernels import post_update, prepare
 from lockstep_worker.inputs import StepInputs
 from lockstep_worker.protocol import spans
 from lockstep_worker.sampling import Sampled, SamplingBatch, SamplingRows
+from lockstep_worker.staging import Staging
 
 I64 = npt.NDArray[np.int64]
 
@@ -44,6 +45,7 @@ LENGTH_BIT: Final = int(Flag.LENGTH) << FLAG_SHIFT
 FAULT_BIT: Final = int(Flag.FAULT) << FLAG_SHIFT
 FIRST_BIT: Final = int(Flag.FIRST) << FLAG_SHIFT
 END_BITS: Final = STOP_BIT | LENGTH_BIT | FAULT_BIT
+NO_WORD: Final = -1  # in place of the outcome word of a row that is not alive
 
 
 class Batch:
@@ -65,6 +67,7 @@ class Batch:
         """index [B] int64; tokens [B] int64 to feed next; positions [steps + 1, B]; slots [steps, B] and tables a KV group."""
         self.size = len(host_rows)
         self.host_rows = host_rows
+        self.generations = rows.generations[host_rows]
         self.index = index
         self.sampling: SamplingBatch = rows.sampling.select(host_rows, index)
         self.done = 0
@@ -111,7 +114,7 @@ class Batch:
         )
 
     def advance(self, sampled: Sampled) -> torch.Tensor:
-        """Appends the sampled tokens; returns the step's outcome words [B] int64."""
+        """Appends the sampled tokens; returns the step's outcome words [B] int64, NO_WORD where a row is not alive."""
         self._tokens = sampled.tokens
         self.sampled.append(sampled.tokens)
         self.done += 1
@@ -126,9 +129,11 @@ class Batch:
             length_bit=LENGTH_BIT,
             fault_bit=FAULT_BIT,
         )
-        if self.alive is not None:
-            self.alive &= (words & END_BITS) == 0
-        return words
+        if self.alive is None:
+            return words
+        masked = torch.where(self.alive, words, NO_WORD)
+        self.alive &= (words & END_BITS) == 0
+        return masked
 
     def _mask(self, slots: torch.Tensor) -> torch.Tensor:
         """Rows that ended write to the null block."""
@@ -136,7 +141,7 @@ class Batch:
 
 
 class Rows:
-    """All rows of a worker. Device tensors have one entry a row."""
+    """All rows of a worker. Device tensors have one entry a row, and a last one for the scratch row, which is never alive."""
 
     def __init__(
         self,
@@ -144,45 +149,61 @@ class Rows:
         max_model_len: int,
         vocab_size: int,
         block_sizes: tuple[int, ...],
-        device: torch.device,
+        staging: Staging,
         *,
         masked: bool = False,
+        by_place: bool = False,
     ) -> None:
-        """`masked`: the host learns late which rows ended, so the device keeps them from writing."""
+        """`masked`: the host learns late which rows ended, so the device keeps them from writing.
+
+        `by_place`: tokens that were generated once are never computed in a prompt's pass, also when a row is added again.
+        """
+        device = staging.device
 
         def of_rows(*shape: int) -> torch.Tensor:
-            return torch.zeros(max_rows, *shape, dtype=torch.int64, device=device)
+            return torch.zeros(max_rows + 1, *shape, dtype=torch.int64, device=device)
 
         self.device = device
         self.masked = masked
+        self.by_place = by_place
+        self.scratch = max_rows
+        self.to_device = staging.put
         self.block_sizes = block_sizes
         self.last = of_rows()  # last token, whose KV is not computed yet
         self.lengths = of_rows()  # tokens known
         self.limits = of_rows()  # length at which the row ends
-        self.alive = torch.zeros(max_rows, dtype=torch.bool, device=device)  # kept only if `masked`
+        self.alive = torch.zeros(max_rows + 1, dtype=torch.bool, device=device)  # kept only if `masked`
         self.history = of_rows(max_model_len + 1)  # all tokens known
         self.tables = tuple(of_rows(-(-max_model_len // size)) for size in block_sizes)
         self.sampling = SamplingRows(max_rows, vocab_size, device)
         self.counter = torch.arange(max_rows + 1, device=device)
         self.host_lengths = np.zeros(max_rows, np.int64)
         self.host_limits = np.zeros(max_rows, np.int64)
+        self.host_prompts = np.zeros(max_rows, np.int64)  # prompt tokens
         self.states = np.zeros(max_rows, np.uint8)
+        self.generations = np.zeros(max_rows, np.int64)  # counts the choices that left the row
 
     def apply(self, body: Body) -> None:
         """Removes, adds and table writes of a plan, in this order."""
         if len(body.removes):
             self.states[body.removes] = FREE
+            self.generations[body.removes] += 1
         if body.adds:
             self._add(body.adds)
         for write in body.table_writes:
             self._write_table(write)
 
-    def decode(self, listed: U32, steps: int) -> Batch:
-        """Gathers the listed rows that are alive, for up to `steps` decode steps."""
+    def listed(self, listed: U32) -> I64:
+        """Those of the listed rows that are not known to have ended."""
         states = self.states[listed]
         if (states < ALIVE).any():
             raise LockstepError(f"rows {listed[states < ALIVE].tolist()} decode without a prefill")
-        rows = listed[states == ALIVE].astype(np.int64)
+        rows: I64 = listed[states == ALIVE].astype(np.int64)
+        return rows
+
+    def decode(self, listed: U32, steps: int) -> Batch:
+        """Gathers the listed rows that are alive, for up to `steps` decode steps."""
+        rows = self.listed(listed)
         index = self.to_device(rows)
         steps = min(steps, int((self.host_limits - self.host_lengths)[rows].max(initial=1)))
         positions = prepare.window(self.lengths[index], steps)
@@ -201,37 +222,26 @@ class Rows:
             tables=tables,
         )
 
-    def prefill(self, chunks: PrefillPass) -> tuple[StepInputs, Batch]:
-        """The inputs of a prefill pass, and the batch of the rows whose chunk ends their tokens: those sample."""
-        rows, counts = chunks.rows.astype(np.int64), chunks.counts.astype(np.int64)
-        ends = chunks.starts + counts
+    def prefill(self, chunks: PrefillPass) -> tuple[tuple[StepInputs, ...], Batch]:
+        """The inputs of a prefill pass, and the batch of the rows whose chunk ends their tokens: those sample.
+
+        The inputs are one pass; with `by_place`, tokens behind their row's prompt are another one, of kind DECODE, that runs
+        after it. The batch has the rows that sample in the order of the passes.
+        """
+        rows, starts = chunks.rows.astype(np.int64), chunks.starts.astype(np.int64)
+        ends = starts + chunks.counts
         if (self.states[rows] != FILLING).any() or (ends > self.host_lengths[rows]).any():
             raise LockstepError(
                 f"prefill of rows {rows.tolist()} up to {ends.tolist()}: not rows that are being filled"
             )
-        owner, positions = spans(chunks.starts, counts)
-        index, sequences, where = self.to_device(rows), self.to_device(owner), self.to_device(positions)
-        starts = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
-        longest = int(ends.max(initial=0))
-        tables = tuple(
-            table[index, : _blocks(longest, s)] for table, s in zip(self.tables, self.block_sizes, strict=True)
-        )
-        sampling = np.flatnonzero(ends == self.host_lengths[rows])
-        inputs = StepInputs(
-            kind=Kind.PREFILL,
-            token_ids=self.history[index[sequences], where],
-            positions=where,
-            rows=index,
-            query_starts=self.to_device(starts),
-            seq_lens=self.to_device(ends),
-            block_tables=tables,
-            slots=self._slots(tables, sequences, where),
-            logits_index=self.to_device(starts[1:][sampling] - 1),
-            query_lens=tuple(counts.tolist()),
-            host_seq_lens=tuple(ends.tolist()),
-            max_seq_len=longest,
-        )
-        return inputs, self._first_batch(rows[sampling])
+        if not self.by_place or not (ends > self.host_prompts[rows]).any():
+            inputs, sampling = self._pass(Kind.PREFILL, rows, starts, ends)
+            return (inputs,), self._first_batch(sampling)
+        cuts = self.host_prompts[rows].clip(starts, ends)
+        prompt, generated = cuts > starts, ends > cuts
+        parts = [self._pass(Kind.PREFILL, rows[prompt], starts[prompt], cuts[prompt])] if prompt.any() else []
+        parts.append(self._pass(Kind.DECODE, rows[generated], cuts[generated], ends[generated]))
+        return tuple(inputs for inputs, _ in parts), self._first_batch(np.concatenate([rows for _, rows in parts]))
 
     def commit(self, batch: Batch) -> None:
         """Writes a batch's steps back. It must not be stepped afterwards."""
@@ -247,16 +257,36 @@ class Rows:
         if batch.alive is not None:
             self.alive[index] = batch.alive
 
-    def end(self, rows: I64) -> None:
-        self.states[rows] = ENDED
+    def end(self, rows: I64, generations: I64) -> None:
+        """The rows have ended on the device, if they still belong to the choices of these generations."""
+        self.states[rows[self.generations[rows] == generations]] = ENDED
 
-    def live(self, rows: I64) -> npt.NDArray[np.bool_]:
-        """Which of the rows are alive."""
-        alive: npt.NDArray[np.bool_] = self.states[rows] == ALIVE
-        return alive
-
-    def to_device(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
+    def _pass(self, kind: Kind, rows: I64, starts: I64, ends: I64) -> tuple[StepInputs, I64]:
+        """One pass over tokens [starts[i], ends[i]) of rows[i], and the rows of which it computes the last token."""
+        counts = ends - starts
+        owner, positions = spans(starts, counts)
+        index, sequences, where = self.to_device(rows), self.to_device(owner), self.to_device(positions)
+        first = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
+        longest = int(ends.max(initial=0))
+        tables = tuple(
+            table[index, : _blocks(longest, s)] for table, s in zip(self.tables, self.block_sizes, strict=True)
+        )
+        sampling = np.flatnonzero(ends == self.host_lengths[rows])
+        inputs = StepInputs(
+            kind=kind,
+            token_ids=self.history[index[sequences], where],
+            positions=where,
+            rows=index,
+            query_starts=self.to_device(first),
+            seq_lens=self.to_device(ends),
+            block_tables=tables,
+            slots=self._slots(tables, sequences, where),
+            logits_index=self.to_device(first[1:][sampling] - 1),
+            query_lens=tuple(counts.tolist()),
+            host_seq_lens=tuple(ends.tolist()),
+            max_seq_len=longest,
+        )
+        return inputs, rows[sampling]
 
     def _first_batch(self, rows: I64) -> Batch:
         self.states[rows] = ALIVE
@@ -292,6 +322,7 @@ class Rows:
         self.states[rows] = FILLING
         self.host_lengths[rows] = lengths
         self.host_limits[rows] = limits
+        self.host_prompts[rows] = [add.prompt_len for add in adds]
         self.lengths[index] = self.to_device(lengths)
         self.limits[index] = self.to_device(limits)
         self.alive[index] = True

@@ -2,7 +2,7 @@
 
 The order of a plan, written once: removes, adds, table writes, zeroes, copies; then each step: inputs, forward, sample, post-update,
 copy out. Real steps, placeholders (no live row) and warm-up take this same path. Whatever shapes a step comes from the plan's
-header; the runner decides nothing.
+header; the runner decides nothing. On CUDA a decode step is a replay (see graphs), and results are read as the device gets there.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from lockstep_common.errors import Conflict, Unsupported
 from lockstep_common.steps import (
     NULL_BLOCK,
+    U32,
     U64,
     AddRow,
     Body,
@@ -36,12 +37,14 @@ from lockstep_common.steps import (
 )
 from lockstep_worker import collectives
 from lockstep_worker.collectives import Alone, Group, Membership
+from lockstep_worker.graphs import DecodeGraphs
 from lockstep_worker.inputs import StepInputs
 from lockstep_worker.kv import KvCache
 from lockstep_worker.models import Model
 from lockstep_worker.protocol import END_BITS, StepResult
-from lockstep_worker.rows import FAULT_BIT, Batch, Rows, row_numbers
-from lockstep_worker.sampling import Sampled, Sampler, SamplingRows, top_logprobs_of
+from lockstep_worker.rows import FAULT_BIT, I64, NO_WORD, Batch, Rows, row_numbers
+from lockstep_worker.sampling import Sampled, Sampler, SamplingRows, Variant, Wanted, top_logprobs_of
+from lockstep_worker.staging import Staging
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +70,7 @@ class Loaded:
     """A model, where it runs, and the room it has.
 
     `make_sampler` gets the sampling state of the rows. `mark` marks the end of the work queued so far on an asynchronous device;
-    None: operations are done when they return.
+    None: operations are done when they return. `graphs`: decode steps are captured.
     """
 
     model: Model
@@ -81,6 +84,7 @@ class Loaded:
     block_size: int
     num_blocks: int
     mark: Callable[[], Mark] | None = None
+    graphs: bool = False
 
 
 def cuda_mark() -> Mark:
@@ -93,11 +97,12 @@ def cuda_mark() -> Mark:
 class _InFlight:
     """A step's results on their way to the host."""
 
-    batch: Batch
-    words: torch.Tensor
-    logprobs: torch.Tensor | None
-    tops: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    words: torch.Tensor  # [rows] int64, NO_WORD where a row is not alive
+    generations: I64  # of the rows
     ready: Mark | None
+    wanted: Wanted | None = None
+    logprobs: torch.Tensor | None = None
+    tops: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
 
     @property
     def there(self) -> bool:
@@ -123,7 +128,8 @@ class Runner:
         self._group: Group = Alone(0)
         self._in_flight: deque[_InFlight] = deque()
         self._regroup = False  # a row of the current batch has ended
-        self._no_words = torch.zeros(0, dtype=torch.int64)
+        self._graphs: DecodeGraphs | None = None
+        self._nothing = _InFlight(torch.zeros(0, dtype=torch.int64), np.zeros(0, np.int64), None)
 
     def load(self, progress: Callable[[float, str], None]) -> WorkerFacts:
         with torch.inference_mode():
@@ -159,10 +165,13 @@ class Runner:
     def run(self, plan: Plan) -> Iterator[StepResult]:
         """Applies a plan and runs it; up to `lag` steps stay in flight at its end."""
         with torch.inference_mode():  # halves the cost of a small operation
-            if plan.body.adds or len(plan.body.removes):
-                yield from self._read(0)  # results are booked to the rows they were sampled for
             self._apply(plan.body)
-            yield from self._prefill(plan) if plan.header.kind == Kind.PREFILL else self._decode(plan)
+            if plan.header.kind == Kind.PREFILL:
+                yield from self._prefill(plan)
+            elif self._graphs is not None and (variant := self._variant(plan.body.rows)) is not Variant.EAGER:
+                yield from self._replay(plan, self._graphs, variant)
+            else:
+                yield from self._decode(plan)
 
     def poll(self, *, wait: bool) -> Iterator[StepResult]:
         """Results of steps in flight: those that are there, or with `wait` all."""
@@ -181,6 +190,19 @@ class Runner:
     def close(self) -> None:
         self.leave()
 
+    def _replay(self, plan: Plan, graphs: DecodeGraphs, variant: Variant) -> Iterator[StepResult]:
+        """A window of captured steps, all queued at once. Rows that end on the way are masked by the device."""
+        rows = self._rows.listed(plan.body.rows)
+        generations = self._rows.generations[rows]
+        for step in range(plan.header.k):
+            self._group.step(plan.header.seq, step, len(rows))
+            if len(rows) == 0 and not self._group.coupled:
+                self._in_flight.append(self._nothing)
+                continue
+            self._in_flight.append(_InFlight(graphs.launch(rows, variant), generations, self._mark()))
+            yield from self.poll(wait=False)
+        self._rows.host_lengths[rows] += plan.header.k
+
     def _decode(self, plan: Plan) -> Iterator[StepResult]:
         steps, rows = plan.header.k, plan.body.rows
         batch = self._rows.decode(rows, steps)
@@ -189,7 +211,7 @@ class Runner:
                 yield from self._read(0)  # who is alive must be known before rows are gathered again
                 self._rows.commit(batch)
                 batch, self._regroup = self._rows.decode(rows, steps - step), False
-            self._step(plan.header.seq, step, batch.inputs(), batch)
+            self._step(plan.header.seq, step, (batch.inputs(),), batch)
             yield from self._read(self._lag)
         self._rows.commit(batch)
 
@@ -201,14 +223,17 @@ class Runner:
             self._rows.commit(batch)
             yield from self._read(self._lag)
 
-    def _step(self, seq: int, step: int, inputs: StepInputs, batch: Batch) -> None:
+    def _step(self, seq: int, step: int, passes: tuple[StepInputs, ...], batch: Batch) -> None:
         """One step of the whole group. Without a live token there is nothing to compute, unless others wait for this rank."""
         self._group.step(seq, step, batch.size)
-        if len(inputs.query_lens) == 0 and not self._group.coupled:
-            self._in_flight.append(_InFlight(batch, self._no_words, None, (), None))
+        if not any(inputs.query_lens for inputs in passes) and not self._group.coupled:
+            self._in_flight.append(self._nothing)
             return
-        hidden = self._loaded.model.forward(inputs, self._kv)
-        sampled = self._sampler.sample(self._loaded.model.logits(hidden), batch.sampling, batch.sample_positions)
+        model = self._loaded.model
+        logits = [model.logits(model.forward(inputs, self._kv)) for inputs in passes]
+        sampled = self._sampler.sample(
+            logits[0] if len(logits) == 1 else torch.cat(logits), batch.sampling, batch.sample_positions
+        )
         self._rows.sampling.count(batch.sampling.shaped, sampled.tokens)
         self._copy_out(batch, batch.advance(sampled), sampled)
 
@@ -233,8 +258,14 @@ class Runner:
             tops = tuple(
                 (ids.to("cpu", non_blocking=True), values.to("cpu", non_blocking=True)) for ids, values in tops
             )
-        mark = self._loaded.mark
-        self._in_flight.append(_InFlight(batch, words, logprobs, tops, None if mark is None else mark()))
+        flight = _InFlight(words, batch.generations, self._mark(), batch.sampling.wanted, logprobs, tops)
+        self._in_flight.append(flight)
+
+    def _mark(self) -> Mark | None:
+        return None if self._loaded.mark is None else self._loaded.mark()
+
+    def _variant(self, listed: U32) -> Variant:
+        return self._rows.sampling.variant(listed.astype(np.int64))
 
     def _read(self, lag: int) -> Iterator[StepResult]:
         """The results of all steps but the last `lag`."""
@@ -244,22 +275,25 @@ class Runner:
     def _result(self, step: _InFlight) -> StepResult:
         if step.ready is not None:
             step.ready.synchronize()
-        words: U64 = step.words.numpy().view(np.uint64)
+        words: U64 = step.words.numpy().view(np.uint64).copy()  # the ring they lie in comes round
         result = StepResult(words)
-        if step.logprobs is not None and (wanted := step.batch.sampling.wanted) is not None:
+        if step.logprobs is not None and (wanted := step.wanted) is not None:
             logprobs = np.full(len(words), np.nan, np.float32)
             logprobs[wanted.rows] = step.logprobs.numpy()
             top = top_logprobs_of(wanted, [(ids.numpy(), values.numpy()) for ids, values in step.tops])
             result = StepResult(words, logprobs, top)
-        if self._rows.masked and not (live := self._rows.live(step.batch.host_rows)).all():
-            result = select_words(result, live)
-        if len(words) and int(np.bitwise_or.reduce(words)) & int(END_BITS):
-            result = self._end_rows(result)
+        generations = step.generations
+        live = step.words.numpy() != NO_WORD
+        if not live.all():
+            result, generations = select_words(result, live), generations[live]
+        if len(result.words) and int(np.bitwise_or.reduce(result.words)) & int(END_BITS):
+            result = self._end_rows(result, generations)
         return result
 
-    def _end_rows(self, result: StepResult) -> StepResult:
-        ended = result.words[result.words & END_BITS != 0]
-        self._rows.end(row_numbers(ended))
+    def _end_rows(self, result: StepResult, generations: I64) -> StepResult:
+        ends = result.words & END_BITS != 0
+        ended = result.words[ends]
+        self._rows.end(row_numbers(ended), generations[ends])
         self._regroup = True
         faulty = row_numbers(ended[ended & np.uint64(FAULT_BIT) != 0])
         if len(faulty) == 0:
@@ -273,16 +307,21 @@ class Runner:
     def _allocate(self, group: GroupConfig) -> None:
         loaded = self._loaded
         specs = loaded.model.kv_specs()
+        self._graphs = None  # and its memory
         self._kv = KvCache(specs, num_blocks=self._group.num_blocks, block_size=loaded.block_size, device=loaded.device)
         self._rows = Rows(
             group.max_rows,
             group.max_model_len,
             loaded.model.vocab_size,
             (loaded.block_size,) * len(specs),
-            loaded.device,
+            Staging(loaded.device),
             masked=self._lag > 0,
+            by_place=not loaded.model.generated_reusable,
         )
         self._sampler = loaded.make_sampler(self._rows.sampling)
+        if loaded.graphs:
+            self._graphs = DecodeGraphs(loaded.model, self._kv, self._rows, max_model_len=group.max_model_len)
+            self._graphs.capture()
 
     def _warm_up(self, tokens: int) -> None:
         """A prefill and two decode steps of a row whose blocks are all the null block, as two ordinary plans."""
@@ -325,6 +364,7 @@ class Runner:
             groups=tuple(KvGroup(spec.kind, loaded.block_size, num_blocks) for spec in loaded.model.kv_specs()),
             deterministic=loaded.deterministic,
             routed_experts=loaded.model.routed_experts,
+            generated_reusable=loaded.model.generated_reusable,
         )
 
 

@@ -41,6 +41,14 @@ class Feature(enum.IntFlag):
     SHAPED = RANDOM | PENALTIES | BIAS | MIN_TOKENS
 
 
+class Variant(enum.Enum):
+    """Which form of the sampling half of a captured step a batch needs."""
+
+    GREEDY = "greedy"
+    SHAPED = "shaped"  # everything but logprobs, row by row on the device
+    EAGER = "eager"  # logprobs: not captured
+
+
 def features_of(sampling: Sampling, vocab_size: int) -> Feature:
     found = Feature(0)
     if sampling.temperature >= GREEDY_BELOW:
@@ -179,6 +187,13 @@ class SamplingRows:
             shaped=self._shaped(rows, features) if union & Feature.SHAPED else None,
             wanted=self._wanted(rows, features) if union & Feature.LOGPROBS else None,
         )
+
+    def variant(self, rows: I64) -> Variant:
+        """What the batch of `rows` (host) needs."""
+        union = int(np.bitwise_or.reduce(self._features[rows], initial=0))
+        if union & Feature.LOGPROBS:
+            return Variant.EAGER
+        return Variant.SHAPED if union & Feature.SHAPED else Variant.GREEDY
 
     def count(self, shaped: Shaped | None, tokens: torch.Tensor) -> None:
         """Counts the tokens just sampled [B], for rows with penalties."""

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from lockstep_common.steps import NO_U32, AddRow, Body, Flag, PrefillPass, Sampling, unpack_words
 from lockstep_worker.rows import ALIVE, ENDED, FILLING, FREE, Rows, row_numbers
 from lockstep_worker.sampling import Sampled
+from lockstep_worker.staging import Staging
 from tests.unit.worker.toy import CPU, table_write, u32
 
 R, LEN, BLOCK, V = 4, 24, 4, 30
@@ -33,7 +34,7 @@ class RowsMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows = Rows(R, LEN, V, (BLOCK,), CPU)
+        self.rows = Rows(R, LEN, V, (BLOCK,), Staging(CPU))
         self.naive: dict[int, Naive] = {}
         self.next_block = 1
 
@@ -149,7 +150,8 @@ class RowsMachine(RuleBasedStateMachine):
                 naive.state = ENDED
                 ended.append(row)
         assert row_numbers(words.numpy().view(np.uint64)).tolist() == rows
-        self.rows.end(np.array(ended, np.int64))
+        numbers = np.array(ended, np.int64)
+        self.rows.end(numbers, self.rows.generations[numbers])
 
     def slot(self, row: int, position: int) -> int:
         return self.naive[row].table[position // BLOCK] * BLOCK + position % BLOCK
@@ -175,7 +177,7 @@ TestRows.settings = settings(max_examples=20, stateful_step_count=20, deadline=N
 
 
 def test_rows_that_the_host_does_not_know_to_have_ended_write_to_the_null_block() -> None:
-    rows = Rows(2, LEN, V, (BLOCK,), CPU, masked=True)
+    rows = Rows(2, LEN, V, (BLOCK,), Staging(CPU), masked=True)
     adds = tuple(
         AddRow(i, "", 0, 1, u32([1]), 0, (u32([2 * i + 1, 2 * i + 2]),), Sampling(stop_ids=(7,)), 9) for i in range(2)
     )
@@ -190,6 +192,6 @@ def test_rows_that_the_host_does_not_know_to_have_ended_write_to_the_null_block(
 
 
 def test_an_empty_plan_body_changes_nothing() -> None:
-    rows = Rows(2, LEN, V, (BLOCK,), CPU)
+    rows = Rows(2, LEN, V, (BLOCK,), Staging(CPU))
     rows.apply(Body(1, 0))
     assert rows.decode(NO_U32, 4).size == 0

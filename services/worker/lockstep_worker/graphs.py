@@ -1,0 +1,170 @@
+"""The decode window on the device: one CUDA graph a batch bucket holds a whole step, a window is k replays.
+
+A captured step gathers its inputs from the rows, runs the model, samples and writes the rows back, all on the device; the host
+gives row numbers once a window and reads outcome words from a ring in page-locked memory that the step itself writes. Rows that
+ended are masked on the device, so nothing waits for the host between the steps of a window.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import numpy as np
+import torch
+
+from lockstep_common.steps import ROW_SHIFT, Kind
+from lockstep_kernels import post_update, prepare
+from lockstep_kernels import sampling as ops
+from lockstep_worker.inputs import StepInputs
+from lockstep_worker.kv import KvCache
+from lockstep_worker.models import Model
+from lockstep_worker.rows import FAULT_BIT, I64, LENGTH_BIT, NO_WORD, STOP_BIT, Rows
+from lockstep_worker.sampling import Variant
+
+log = logging.getLogger(__name__)
+
+RING_STEPS: Final = 256  # steps whose words the ring holds; far more than two plans of the longest window
+CAPTURED: Final = (Variant.GREEDY, Variant.SHAPED)
+
+Replay = Callable[[], None]
+
+
+def bucket_sizes(max_rows: int) -> tuple[int, ...]:
+    """Batch sizes that are captured: dense where a step is cheap and padding would show, ascending, the last is max_rows."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1024, 32), *range(1024, max_rows, 64)]
+    return (*(size for size in sizes if size < max_rows), max_rows)
+
+
+class DecodeGraphs:
+    """Captured decode steps over the rows and the KV cache of a configured group. Used by the step thread only."""
+
+    def __init__(self, model: Model, kv: KvCache, rows: Rows, *, max_model_len: int) -> None:
+        device, most = rows.device, len(rows.states)
+        self.sizes = bucket_sizes(most)
+        self._model, self._kv, self._rows = model, kv, rows
+        self._max_model_len = max_model_len
+        self._index = torch.full((most,), rows.scratch, dtype=torch.int64, device=device)
+        self._inputs = prepare.DecodeInputs.empty(most, rows.tables, device)
+        self._ring = torch.full((RING_STEPS, most), NO_WORD, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._cursor = torch.zeros(1, dtype=torch.int64, device=device)  # counts steps; the device moves it
+        self._steps = 0  # the same count on the host
+        self._listed = np.zeros(0, np.int64)
+        self._replays: dict[tuple[int, Variant], Replay] = {}
+        self._revision = -1
+        self._pool: tuple[int, int] | None = None
+
+    def capture(self) -> None:
+        """Captures all buckets and variants, the largest first, so that the smaller ones share its memory."""
+        started, before = time.perf_counter(), torch.cuda.memory_reserved()
+        gc.collect()
+        gc.freeze()  # collecting while a graph is captured would free memory that it must keep
+        try:
+            for size in reversed(self.sizes):
+                for variant in CAPTURED:
+                    self._replays[size, variant] = self._capture(size, variant)
+        finally:
+            gc.unfreeze()
+        self._revision = self._rows.sampling.revision
+        log.info(
+            "captured decode graphs of %s rows in %.1f s, %.2f GiB",
+            ", ".join(map(str, self.sizes)),
+            time.perf_counter() - started,
+            (torch.cuda.memory_reserved() - before) / 2**30,
+        )
+
+    def launch(self, rows: I64, variant: Variant) -> torch.Tensor:
+        """Queues one decode step of these rows; returns where its words [len(rows)] int64 will be, on the host.
+
+        The words are there once the work queued so far is done, and stay for RING_STEPS steps.
+        """
+        size = next(size for size in self.sizes if size >= len(rows))
+        if not np.array_equal(rows, self._listed):
+            self._list(rows)
+        self._replay(size, variant)()
+        words = self._ring[self._steps % RING_STEPS, : len(rows)]
+        self._steps += 1
+        return words
+
+    def _list(self, rows: I64) -> None:
+        index = np.full(len(self._index), self._rows.scratch, np.int64)
+        index[: len(rows)] = rows
+        self._index.copy_(self._rows.to_device(index), non_blocking=True)
+        self._listed = rows
+
+    def _replay(self, size: int, variant: Variant) -> Replay:
+        """Sampling tables that grew have moved: what was captured over the old ones is captured again when it is used."""
+        if self._revision != self._rows.sampling.revision:
+            self._replays.clear()
+            self._revision = self._rows.sampling.revision
+        if (replay := self._replays.get((size, variant))) is None:
+            replay = self._replays[size, variant] = self._capture(size, variant)
+        return replay
+
+    def _capture(self, size: int, variant: Variant) -> Replay:
+        """The step as one call. Elsewhere than on CUDA it is not captured, only called."""
+        inputs = self._inputs.narrow(size)
+
+        def step() -> None:
+            self._step(size, variant, inputs)
+
+        if self._rows.device.type != "cuda":
+            return step
+        listed, counted = self._index.clone(), self._cursor.clone()
+        self._index.fill_(self._rows.scratch)  # warming up changes no row
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()  # compiles kernels and makes workspaces, which a capture must not
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            step()
+        self._pool = graph.pool()
+        self._index.copy_(listed)
+        self._cursor.copy_(counted)
+        return graph.replay
+
+    def _step(self, size: int, variant: Variant, inputs: prepare.DecodeInputs) -> None:
+        rows = self._rows
+        index = self._index[:size]
+        prepare.decode_inputs(index, rows.last, rows.lengths, rows.alive, rows.tables, rows.block_sizes, inputs)
+        hidden = self._model.forward(self._step_inputs(size, inputs), self._kv)
+        logits = self._model.logits(hidden)
+        if variant is Variant.GREEDY:
+            tokens, best = ops.greedy(logits)
+            bad = ~torch.isfinite(best)
+        else:
+            tokens, bad = ops.sample_rows(logits, index, rows.sampling.tables(rows.lengths))
+        post_update.finish(
+            index,
+            tokens,
+            bad,
+            rows.state(),
+            self._ring,
+            self._cursor,
+            row_shift=ROW_SHIFT,
+            stop_bit=STOP_BIT,
+            length_bit=LENGTH_BIT,
+            fault_bit=FAULT_BIT,
+        )
+
+    def _step_inputs(self, size: int, inputs: prepare.DecodeInputs) -> StepInputs:
+        return StepInputs(
+            kind=Kind.DECODE,
+            token_ids=inputs.token_ids,
+            positions=inputs.positions,
+            rows=self._index[:size],
+            query_starts=self._rows.counter[: size + 1],
+            seq_lens=inputs.seq_lens,
+            block_tables=inputs.block_tables,
+            slots=inputs.slots,
+            logits_index=self._rows.counter[:size],
+            query_lens=(),
+            host_seq_lens=(),
+            max_seq_len=self._max_model_len,
+            live=inputs.live,
+        )

@@ -15,6 +15,7 @@ from lockstep_common.errors import ConfigError
 from lockstep_worker import memory
 from lockstep_worker.config import WorkerConfig
 from lockstep_worker.driver import Driver
+from lockstep_worker.graphs import captures
 from lockstep_worker.metrics import expose
 from lockstep_worker.models import Model, load_model
 from lockstep_worker.null import NullModel, NullSampler
@@ -87,6 +88,8 @@ def load(settings: WorkerConfig, progress: Callable[[float, str], None]) -> Load
     max_model_len = settings.max_model_len or model.max_model_len
     if max_model_len > model.max_model_len:
         raise ConfigError(f"max_model_len {max_model_len} is above the model's {model.max_model_len}")
+    graphs = device.type == "cuda" and settings.null_step_ms < 0 and not settings.enforce_eager
+    sizes = memory.Sizes(block_size, settings.max_num_seqs, max_model_len, settings.max_num_batched_tokens)
     return Loaded(
         model=model,
         make_sampler=make_sampler,
@@ -97,16 +100,22 @@ def load(settings: WorkerConfig, progress: Callable[[float, str], None]) -> Load
         max_rows=settings.max_num_seqs,
         max_model_len=max_model_len,
         block_size=block_size,
-        num_blocks=memory.num_blocks(
-            model.kv_specs(),
-            block_size=block_size,
-            max_rows=settings.max_num_seqs,
-            max_model_len=max_model_len,
-            memory_gb=settings.kv_cache_memory_gb,
-            device=device,
-        ),
+        num_blocks=_kv_blocks(settings, model, sizes, device, graphs),
         mark=mark,
-        graphs=device.type == "cuda" and settings.null_step_ms < 0 and not settings.enforce_eager,
+        graphs=graphs,
+    )
+
+
+def _kv_blocks(settings: WorkerConfig, model: Model, sizes: memory.Sizes, device: torch.device, graphs: bool) -> int:
+    if device.type == "cpu" or settings.null_step_ms >= 0:
+        return memory.kv_blocks_on_cpu(model.kv_specs(), sizes, settings.kv_cache_memory_gb)
+    return memory.kv_blocks_on_cuda(
+        model,
+        sizes,
+        device,
+        graphs=captures(sizes.max_rows) if graphs else 0,
+        memory_gb=settings.kv_cache_memory_gb,
+        utilization=settings.gpu_memory_utilization,
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -37,6 +37,11 @@ def bucket_sizes(max_rows: int) -> tuple[int, ...]:
     """Batch sizes that are captured: dense where a step is cheap and padding would show, ascending, the last is max_rows."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1024, 32), *range(1024, max_rows, 64)]
     return (*(size for size in sizes if size < max_rows), max_rows)
+
+
+def captures(max_rows: int) -> int:
+    """How many steps are captured."""
+    return len(bucket_sizes(max_rows)) * len(CAPTURED)
 
 
 class DecodeGraphs:

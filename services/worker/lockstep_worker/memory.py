@@ -1,61 +1,161 @@
-"""How much memory the KV cache gets."""
+"""How much memory the KV cache gets: what weights, the largest pass and the graphs leave of what this worker may use."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 
 from lockstep_common.errors import ConfigError
-from lockstep_worker.kv import KvSpec
+from lockstep_common.steps import Kind
+from lockstep_worker.inputs import StepInputs
+from lockstep_worker.kv import KvCache, KvSpec
+from lockstep_worker.models import Model
 
 log = logging.getLogger(__name__)
 
 GIB: Final = 1 << 30
 _TOKENS_A_ROW: Final = 2048  # that the CPU's default has room for
-_CUDA_SHARE: Final = 0.9
+_GRAPH_BYTES: Final = 16 << 20  # of one captured step, beside what all of them share
+_FLOAT_BYTES: Final = 4
 
 
-def num_blocks(
-    specs: Sequence[KvSpec],
-    *,
-    block_size: int,
-    max_rows: int,
-    max_model_len: int,
-    memory_gb: float,
-    device: torch.device,
-) -> int:
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the rows of a worker need room for."""
+
+    block_size: int
+    max_rows: int
+    max_model_len: int
+    max_batched_tokens: int
+
+    @property
+    def least_blocks(self) -> int:
+        """Of one sequence, with the null block."""
+        return 1 + -(-self.max_model_len // self.block_size)
+
+
+def kv_blocks_on_cpu(specs: Sequence[KvSpec], sizes: Sizes, memory_gb: float) -> int:
     """Blocks of the KV cache with the null block; logs what went where. ConfigError if not even one sequence fits."""
-    per_block = sum(spec.bytes_per_block(block_size) for spec in specs)
-    free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else _host_memory()
-    needed = 1 + -(-max_model_len // block_size)
-    per_row = -(-min(max_model_len, _TOKENS_A_ROW) // block_size)
+    per_block = sum(spec.bytes_per_block(sizes.block_size) for spec in specs)
+    free, total = _host_memory()
+    tokens = min(sizes.max_model_len, _TOKENS_A_ROW)
     if memory_gb:
         blocks, why = int(memory_gb * GIB) // per_block, f"{memory_gb:g} GiB as set"
-    elif device.type == "cuda":
-        blocks, why = int(free * _CUDA_SHARE) // per_block, f"{_CUDA_SHARE:.0%} of what is free"
     else:
-        blocks = min(max(needed, 1 + max_rows * per_row), total // 4 // per_block)
-        why = f"{max_rows} rows of {min(max_model_len, _TOKENS_A_ROW)} tokens, at most a quarter of the memory"
-    if blocks < needed:
+        wanted = max(sizes.least_blocks, 1 + sizes.max_rows * -(-tokens // sizes.block_size))
+        blocks = min(wanted, total // 4 // per_block)
+        why = f"{sizes.max_rows} rows of {tokens} tokens, at most a quarter of the memory"
+    log.info("memory: %.2f of %.2f GiB free with the weights loaded", free / GIB, total / GIB)
+    return _checked(blocks, per_block, sizes, why, "lower max_model_len or raise kv_cache_memory_gb")
+
+
+def kv_blocks_on_cuda(
+    model: Model, sizes: Sizes, device: torch.device, *, graphs: int, memory_gb: float, utilization: float
+) -> int:
+    """As above, after a pass of the largest size has shown what activations take.
+
+    graphs: how many steps will be captured; utilization: share of the device's memory that this process may use. What other
+    processes hold counts as used.
+    """
+    specs = model.kv_specs()
+    per_block = sum(spec.bytes_per_block(sizes.block_size) for spec in specs)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    weights = torch.cuda.memory_allocated(device)
+    try:
+        peak = _largest_pass(model, sizes, device) - weights
+    except torch.cuda.OutOfMemoryError as error:
         raise ConfigError(
-            f"the KV cache has room for {max(0, blocks - 1) * block_size} tokens ({why}), less than max_model_len "
-            f"{max_model_len}: lower max_model_len or raise kv_cache_memory_gb to {needed * per_block / GIB:.2f}"
+            f"no memory for a prefill pass of {sizes.max_batched_tokens} tokens beside {weights / GIB:.2f} GiB of weights: "
+            f"lower max_num_batched_tokens ({error})"
+        ) from None
+    captured = graphs * _GRAPH_BYTES + (2 * sizes.max_rows * model.vocab_size * _FLOAT_BYTES if graphs else 0)
+    budget = int(total * utilization) - (total - free) - peak - captured
+    blocks, why = budget // per_block, f"gpu_memory_utilization {utilization:g}"
+    if memory_gb:
+        blocks, why = int(memory_gb * GIB) // per_block, f"{memory_gb:g} GiB as set"
+    log.info(
+        "memory on %s: %.2f GiB in all, %.2f used (weights %.2f), activations of %d tokens %.2f, decode graphs %.2f",
+        device,
+        total / GIB,
+        (total - free) / GIB,
+        weights / GIB,
+        sizes.max_batched_tokens,
+        peak / GIB,
+        captured / GIB,
+    )
+    return _checked(
+        blocks,
+        per_block,
+        sizes,
+        why,
+        "lower max_model_len, max_num_batched_tokens or max_num_seqs, or raise gpu_memory_utilization",
+    )
+
+
+def _checked(blocks: int, per_block: int, sizes: Sizes, why: str, knobs: str) -> int:
+    if blocks < sizes.least_blocks:
+        raise ConfigError(
+            f"the KV cache has room for {max(0, blocks - 1) * sizes.block_size} tokens ({why}), less than max_model_len "
+            f"{sizes.max_model_len}: {knobs}; one sequence takes {sizes.least_blocks * per_block / GIB:.2f} GiB"
         )
     log.info(
-        "memory on %s: %.2f of %.2f GiB free with the weights loaded; KV cache %.2f GiB = %d blocks of %d tokens (%s)",
-        device,
-        free / GIB,
-        total / GIB,
+        "KV cache: %.2f GiB = %d blocks of %d tokens (%s)",
         blocks * per_block / GIB,
         blocks,
-        block_size,
+        sizes.block_size,
         why,
     )
     return blocks
+
+
+@torch.inference_mode()
+def _largest_pass(model: Model, sizes: Sizes, device: torch.device) -> int:
+    """Bytes allocated at the peak of a prefill pass of `max_batched_tokens` tokens; its KV cache is not counted."""
+    inputs, blocks = _prefill_inputs(sizes, len(model.kv_specs()), device)
+    kv = KvCache(model.kv_specs(), num_blocks=blocks, block_size=sizes.block_size, device=device)
+    cache = sum(spec.bytes_per_block(sizes.block_size) for spec in model.kv_specs()) * blocks
+    torch.cuda.reset_peak_memory_stats(device)
+    for _ in range(2):  # the first one compiles and makes workspaces
+        model.logits(model.forward(inputs, kv))
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - cache
+    del kv
+    torch.cuda.empty_cache()
+    return peak
+
+
+def _prefill_inputs(sizes: Sizes, groups: int, device: torch.device) -> tuple[StepInputs, int]:
+    """A pass over sequences as long as they can be, each in blocks of its own, and the number of blocks."""
+    size, longest, total = sizes.block_size, sizes.max_model_len, sizes.max_batched_tokens
+    lens = [longest] * (total // longest) + ([total % longest] if total % longest else [])
+    width = -(-max(lens) // size)
+    table = 1 + torch.arange(len(lens) * width, device=device).view(len(lens), width)
+    positions = torch.cat([torch.arange(n, device=device) for n in lens])
+    owner = torch.repeat_interleave(torch.arange(len(lens), device=device), torch.tensor(lens, device=device))
+    slots = table[owner, positions // size] * size + positions % size
+    ends = torch.tensor(lens, device=device).cumsum(0)
+    starts = torch.nn.functional.pad(ends, (1, 0))
+    inputs = StepInputs(
+        kind=Kind.PREFILL,
+        token_ids=torch.zeros_like(positions),
+        positions=positions,
+        rows=torch.arange(len(lens), device=device),
+        query_starts=starts,
+        seq_lens=torch.tensor(lens, device=device),
+        block_tables=(table,) * groups,
+        slots=(slots,) * groups,
+        logits_index=ends - 1,
+        query_lens=tuple(lens),
+        host_seq_lens=tuple(lens),
+        max_seq_len=max(lens),
+    )
+    return inputs, 1 + len(lens) * width
 
 
 def _host_memory() -> tuple[int, int]:

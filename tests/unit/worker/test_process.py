@@ -15,7 +15,7 @@ from lockstep_worker.collectives import CollectiveId, Recorder
 from lockstep_worker.collectives.watchdog import Watchdog
 from lockstep_worker.config import WorkerConfig
 from lockstep_worker.kv import KvSpec
-from lockstep_worker.memory import num_blocks
+from lockstep_worker.memory import Sizes, kv_blocks_on_cpu
 from lockstep_worker.null import NullModel, NullSampler
 from lockstep_worker.sampling import SamplingBatch
 
@@ -58,9 +58,7 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
 
 def test_memory_of_the_kv_cache() -> None:
     def blocks(memory_gb: float, max_model_len: int = 64, max_rows: int = 4) -> int:
-        return num_blocks(
-            [SPEC], block_size=16, max_rows=max_rows, max_model_len=max_model_len, memory_gb=memory_gb, device=CPU
-        )
+        return kv_blocks_on_cpu([SPEC], Sizes(16, max_rows, max_model_len, max_batched_tokens=64), memory_gb)
 
     assert blocks(0) == 1 + 4 * 4
     assert blocks(0, max_model_len=4096) == 1 + 4 * 128

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from lockstep_worker.weights import ConfigFile
 
 log = logging.getLogger("lockstep_worker")
 
+_LOG_EVERY_S = 5.0
 _SWITCH_S = 0.0005  # how long a thread may keep the others from the interpreter; plans must not wait for 5 ms
 
 
@@ -80,7 +82,7 @@ def load(settings: WorkerConfig, progress: Callable[[float, str], None]) -> Load
             dtype=dtype,
             device=device,
             deterministic=deterministic,
-            progress=lambda share: progress(share, f"loading {settings.name}: {share:.0%}"),
+            progress=_loading(settings.name, progress),
             dummy_weights=settings.load_format == "dummy",
         )
         make_sampler, mark = TokenSampler, (cuda_mark if device.type == "cuda" else None)
@@ -104,6 +106,23 @@ def load(settings: WorkerConfig, progress: Callable[[float, str], None]) -> Load
         mark=mark,
         graphs=graphs,
     )
+
+
+def _loading(name: str, progress: Callable[[float, str], None]) -> Callable[[float, int], None]:
+    """Says how far loading is and how fast, to whoever watches and now and then in the log."""
+    started = logged = time.monotonic()
+
+    def report(share: float, read: int) -> None:
+        nonlocal logged
+        now = time.monotonic()
+        speed = read / max(now - started, 1e-3) / 1e9
+        message = f"loading {name}: {share:.0%}, {read / 1e9:.1f} GB, {speed:.1f} GB/s"
+        progress(share, message)
+        if share >= 1 or now - logged > _LOG_EVERY_S:
+            logged = now
+            log.info("%s", message)
+
+    return report
 
 
 def _kv_blocks(settings: WorkerConfig, model: Model, sizes: memory.Sizes, device: torch.device, graphs: bool) -> int:

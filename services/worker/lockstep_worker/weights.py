@@ -76,7 +76,9 @@ def positive(value: Any, error: Callable[[str], ConfigError]) -> float:
 
 
 class Checkpoint(Protocol):
-    """Where the tensors of a model come from."""
+    """Where the tensors of a model come from; they arrive on the device that the checkpoint was opened for."""
+
+    bytes_taken: int  # of tensors so far
 
     def __contains__(self, name: str) -> bool:
         """Whether there is such a tensor; only optional ones need asking for."""
@@ -108,13 +110,21 @@ class DummyCheckpoint:
     _BOUND: Final = 0.035
 
     def __init__(self, device: torch.device) -> None:
+        self.bytes_taken = 0
         self._generator = torch.Generator(device)
+
+    def __enter__(self) -> DummyCheckpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
     def __contains__(self, name: str) -> bool:
         return False
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         tensor = torch.empty(shape, dtype=dtype, device=self._generator.device)
+        self.bytes_taken += tensor.nbytes
         if len(shape) == 1 and "norm" in name:
             return tensor.fill_(1)
         self._generator.manual_seed(zlib.crc32(name.encode()))
@@ -130,12 +140,14 @@ class DummyCheckpoint:
 class SafetensorsCheckpoint:
     """The tensors of a directory: model.safetensors, or the shards that model.safetensors.index.json lists.
 
-    Files are mapped into memory, so a tensor is read when it is taken. Use as a context manager.
+    Files are mapped into memory, so a tensor is read when it is taken, and converted where it arrives. Use as a context manager.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, device: torch.device | str = "cpu") -> None:
         """Reads the headers. Raises ConfigError naming the file, and the tensor if the index is at fault."""
         self.directory = directory
+        self.bytes_taken = 0
+        self._device = torch.device(device)
         self._stack = ExitStack()
         self._files: dict[Path, Any] = {}
         self._where: dict[str, Path] = {}
@@ -169,7 +181,8 @@ class SafetensorsCheckpoint:
             )
         self._taken.add(name)
         tensor: torch.Tensor = self._files[path].get_tensor(name)
-        return tensor.to(dtype)
+        self.bytes_taken += tensor.nbytes
+        return tensor.to(self._device).to(dtype)
 
     def headers(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         for name in sorted(self._where):

@@ -28,7 +28,7 @@ def tiny(tmp_path: Path) -> Path:
     return make_tiny_model(tmp_path, shape=SHAPE)
 
 
-def load(path: Path, dtype: torch.dtype = torch.float32, progress: Any = lambda fraction: None) -> Model:
+def load(path: Path, dtype: torch.dtype = torch.float32, progress: Any = lambda share, read: None) -> Model:
     return load_model(path, dtype=dtype, device=CPU, deterministic=True, progress=progress)
 
 
@@ -72,8 +72,8 @@ def test_the_hash_follows_config_dtype_and_shapes(tiny: Path) -> None:
 
 
 def test_facts_and_progress(tiny: Path) -> None:
-    seen: list[float] = []
-    model = load(tiny, progress=seen.append)
+    seen: list[tuple[float, int]] = []
+    model = load(tiny, progress=lambda share, read: seen.append((share, read)))
     assert (model.name, model.vocab_size, model.max_model_len, model.routed_experts) == (
         "LlamaForCausalLM",
         320,
@@ -82,7 +82,20 @@ def test_facts_and_progress(tiny: Path) -> None:
     )
     assert model.kv_specs() == (KvSpec("full", 2, 1, 8, torch.float32),)
     assert model.kv_specs()[0].bytes_per_block(16) == 2 * 2 * 1 * 8 * 16 * 4
-    assert seen == sorted(seen) and seen[-1] == 1.0 and len(seen) >= SHAPE.layers
+    assert seen == sorted(seen) and len(seen) >= SHAPE.layers
+    assert seen[-1] == (1.0, sum(tensor.nbytes for tensor in load_file(tiny / SINGLE).values()))
+
+
+def test_dummy_weights_need_a_config_only(tiny: Path) -> None:
+    (tiny / SINGLE).unlink()
+
+    def dummy() -> Model:
+        return load_model(tiny, dtype=torch.float32, device=CPU, deterministic=True, dummy_weights=True)
+
+    hidden = torch.randn(3, SHAPE.hidden)
+    logits = dummy().logits(hidden)
+    assert torch.equal(logits, dummy().logits(hidden)), "a tensor's name is its seed"
+    assert logits.std() > 0.01
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,9 @@ class Model(Protocol):
     vocab_size: int
     max_model_len: int
     routed_experts: bool
+    generated_reusable: (
+        bool  # a prompt pass (PREFILL) over generated tokens gives the same bits of KV as generating them (DECODE)
+    )
     config_hash: str  # equal on two workers exactly if config, dtype and the weights' headers are
 
     def kv_specs(self) -> tuple[KvSpec, ...]:
@@ -54,13 +57,13 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     deterministic: bool,
-    progress: Progress = lambda fraction: None,
+    progress: Callable[[float, int], None] = lambda share, read: None,
     dummy_weights: bool = False,
 ) -> Model:
     """Loads a directory in Hugging Face's format; with `dummy_weights` of its config.json only, and random weights.
 
     `deterministic`: a row's bits depend neither on its batch, nor on chunking, nor on prefill against decode.
-    `progress` is called with the loaded fraction, 0 to 1. Raises ConfigError naming the file and the field at fault.
+    `progress` is called with the loaded share, 0 to 1, and the bytes of weights read so far. Raises ConfigError naming the file and the field at fault.
     """
     config = ConfigFile(path)
     names = config.get("architectures")
@@ -71,7 +74,6 @@ def load_model(
         raise config.error("architectures", f"names {names[0]!r}, which is not one of {', '.join(ARCHITECTURES)}")
     if config.get("quantization_config") is not None:
         raise config.error("quantization_config", "is set: quantised weights are not supported")
-    if dummy_weights:
-        return loader(config, DummyCheckpoint(device), dtype, device, deterministic, progress)
-    with SafetensorsCheckpoint(path) as checkpoint:
-        return loader(config, checkpoint, dtype, device, deterministic, progress)
+    with DummyCheckpoint(device) if dummy_weights else SafetensorsCheckpoint(path, device) as checkpoint:
+        report: Progress = lambda share: progress(share, checkpoint.bytes_taken)  # noqa: E731
+        return loader(config, checkpoint, dtype, device, deterministic, report)

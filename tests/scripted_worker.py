@@ -57,6 +57,7 @@ from lockstep_worker.server import serve
 
 _MASK = (1 << 64) - 1
 _EMPTY_HISTORY = 0x243F6A8885A308D3
+_GENERATED = 0x13198A2E03707344  # tells the KV of a generated token from that of the same token in a prompt
 
 
 def mix(a: int, b: int) -> int:
@@ -132,6 +133,7 @@ class _Row:
     script: Script
     tokens: list[int]
     hashes: U64  # [limit + 1]: hash of the first i tokens
+    mark: int  # what the KV of a generated token is marked with
     computed: int  # leading tokens whose KV was written
     alive: bool = True
     tables: list[list[int]] = field(default_factory=list)
@@ -139,6 +141,12 @@ class _Row:
     @property
     def generated(self) -> int:
         return len(self.tokens) - self.add.prompt_len
+
+    def kv(self, start: int, end: int) -> U64:
+        """What the KV of positions [start, end) is."""
+        values = self.hashes[start + 1 : end + 1].copy()
+        values[max(0, self.add.prompt_len - start) :] ^= np.uint64(self.mark)
+        return values
 
 
 class ScriptedEngine:
@@ -155,6 +163,7 @@ class ScriptedEngine:
         block_size: int = 16,
         max_rows: int = 256,
         model: str = "scripted",
+        generated_reusable: bool = True,
         wait: Callable[[float], None] = time.sleep,
     ) -> None:
         self._scripts = tuple(scripts)
@@ -165,6 +174,7 @@ class ScriptedEngine:
         self._block_size = block_size
         self._max_rows = max_rows
         self._model = model
+        self._generated_reusable = generated_reusable
         self._wait = wait
         self._rows: dict[int, _Row] = {}
         self._kv: U64 = np.zeros((num_blocks, block_size), np.uint64)
@@ -258,7 +268,8 @@ class ScriptedEngine:
         script = next((s for s in self._scripts if s.match is None or s.match == prompt), Script(None))
         if len(add.blocks) != 1:
             raise LockstepError(f"{add.request_id}: expected the table of one KV group, got {len(add.blocks)}")
-        self._rows[add.row] = _Row(add, script, add.tokens.tolist(), hashes, add.computed, tables=[[]])
+        mark = 0 if self._generated_reusable else _GENERATED
+        self._rows[add.row] = _Row(add, script, add.tokens.tolist(), hashes, mark, add.computed, tables=[[]])
         for column, block in enumerate(add.blocks[0].tolist()):
             self._set_block(add.row, column, block)
 
@@ -328,7 +339,7 @@ class ScriptedEngine:
             raise LockstepError(f"row {number}: {len(table)} blocks are too short for position {end - 1}")
         positions = np.arange(end)
         blocks, offsets = table[positions // self._block_size], positions % self._block_size
-        wrong = np.flatnonzero(self._kv[blocks[:start], offsets[:start]] != row.hashes[1 : start + 1])
+        wrong = np.flatnonzero(self._kv[blocks[:start], offsets[:start]] != row.kv(0, start))
         if len(wrong):
             position = int(wrong[0])
             raise LockstepError(
@@ -337,16 +348,16 @@ class ScriptedEngine:
             )
         for column in range(start // self._block_size, -(-end // self._block_size)):
             self._check_shared(number, row, int(table[column]), column, start, end)
-        self._kv[blocks[start:], offsets[start:]] = row.hashes[start + 1 : end + 1]
+        self._kv[blocks[start:], offsets[start:]] = row.kv(start, end)
         row.computed = end
 
     def _check_shared(self, number: int, row: _Row, block: int, column: int, start: int, end: int) -> None:
         """A block of two rows may only be written where both have the same history."""
-        low, high = max(start, column * self._block_size) + 1, min(end, (column + 1) * self._block_size) + 1
+        low, high = max(start, column * self._block_size), min(end, (column + 1) * self._block_size)
         for other_number in self._owners[block] - {number}:
             other = self._rows[other_number]
             same = column < len(other.tables[0]) and other.tables[0][column] == block
-            if not same or high > len(other.tokens) + 1 or (other.hashes[low:high] != row.hashes[low:high]).any():
+            if not same or high > len(other.tokens) or (other.kv(low, high) != row.kv(low, high)).any():
                 raise LockstepError(f"block {block} is written by row {number}, but row {other_number} has it too")
 
     def _sample(self, row: _Row) -> Flag:
@@ -427,6 +438,7 @@ class ScriptedEngine:
             groups=(KvGroup("full", self._block_size, self._num_blocks),),
             deterministic=True,
             routed_experts=False,
+            generated_reusable=self._generated_reusable,
         )
 
 

@@ -208,6 +208,7 @@ class WorkerFacts:
     groups: tuple[KvGroup, ...]
     deterministic: bool
     routed_experts: bool
+    generated_reusable: bool = True  # KV of generated tokens has the bits that a prompt pass over them computes
 
 
 @dataclass(frozen=True, slots=True)

@@ -317,4 +317,5 @@ def read_facts(message: worker_pb2.WorkerFacts) -> WorkerFacts:
         groups=tuple(KvGroup(g.kind, g.block_size, g.num_blocks) for g in message.groups),
         deterministic=message.deterministic,
         routed_experts=message.routed_experts,
+        generated_reusable=message.generated_reusable,
     )

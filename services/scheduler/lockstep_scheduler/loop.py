@@ -291,7 +291,14 @@ class StepLoop:
             watermark=settings.watermark,
         )
         self.ranks: list[RankState] = [
-            plan.new_rank(i, kv.num_blocks, kv.block_size, group.max_rows, settings.prefix_caching)
+            plan.new_rank(
+                i,
+                kv.num_blocks,
+                kv.block_size,
+                group.max_rows,
+                settings.prefix_caching,
+                group.facts.generated_reusable,
+            )
             for i in range(group.dp)
         ]
         self.slots = Slots(3 * group.max_rows * group.dp, group.max_model_len)
@@ -557,7 +564,7 @@ class StepLoop:
 
     def _publish(self, rank: RankState, booked: Booked) -> None:
         """Blocks that generated tokens have filled can be shared from now on. The last token's KV is not written yet."""
-        if not rank.prefix_caching:
+        if not (rank.prefix_caching and rank.generated_reusable):
             return
         slots, size = self.slots, rank.pool.block_size
         at = booked.slots

@@ -104,6 +104,9 @@ class RankState:
     pool: BlockPool
     free_rows: list[int]  # a heap: the lowest number first, the same on every replay
     prefix_caching: bool = True  # else blocks have no keys, so that none is shared between requests
+    generated_reusable: bool = (
+        True  # else only blocks of prompt tokens alone are shared: generated ones have other bits
+    )
     prefilling: list[Choice] = field(default_factory=list)  # unfinished chunks and joining choices, oldest first
     decoding: list[int] = field(default_factory=list)  # slots
     departed: list[int] = field(default_factory=list)  # rows given back since the last plan: its removes
@@ -115,8 +118,16 @@ class RankState:
         return len(self.prefilling) + len(self.decoding)
 
 
-def new_rank(index: int, num_blocks: int, block_size: int, max_rows: int, prefix_caching: bool = True) -> RankState:
-    return RankState(index, BlockPool(num_blocks, block_size), list(range(max_rows)), prefix_caching)
+def new_rank(
+    index: int,
+    num_blocks: int,
+    block_size: int,
+    max_rows: int,
+    prefix_caching: bool = True,
+    generated_reusable: bool = True,
+) -> RankState:
+    pool = BlockPool(num_blocks, block_size)
+    return RankState(index, pool, list(range(max_rows)), prefix_caching, generated_reusable)
 
 
 @dataclass(slots=True)
@@ -341,7 +352,7 @@ def publish(rank: RankState, choice: Choice, slots: Slots, upto: int) -> None:
     if not rank.prefix_caching:
         return
     size = rank.pool.block_size
-    full, done = upto // size, int(slots.published[choice.slot])
+    full, done = shareable(rank, choice, upto), int(slots.published[choice.slot])
     if full <= done:
         return
     if len(choice.keys) < full:
@@ -351,6 +362,11 @@ def publish(rank: RankState, choice: Choice, slots: Slots, upto: int) -> None:
     for i in range(done, full):
         rank.pool.publish(choice.blocks[i], choice.keys[i])
     slots.published[choice.slot] = full
+
+
+def shareable(rank: RankState, choice: Choice, upto: int) -> int:
+    """How many leading blocks of the choice's tokens before position `upto` other choices may have too."""
+    return (upto if rank.generated_reusable else min(upto, choice.prompt_len)) // rank.pool.block_size
 
 
 def check(ranks: Sequence[RankState], slots: Slots, limits: Limits) -> None:
@@ -383,7 +399,7 @@ def _row_left(rank: RankState, draft: RankDraft) -> bool:
 
 def _candidate(rank: RankState, draft: RankDraft, group: list[Choice], limits: Limits) -> placement.Candidate:
     first = group[0]
-    hits = len(rank.pool.lookup(first.keys, (len(first.tokens) - 1) // rank.pool.block_size))
+    hits = len(_hits(rank, first))
     return placement.Candidate(
         rank=rank.index,
         fits=draft.tokens < limits.max_batched_tokens and _fits(rank, group, limits, draft),
@@ -410,7 +426,7 @@ def _blocks_needed(rank: RankState, group: list[Choice], limits: Limits) -> int:
     """Blocks that admission takes from what is available: new ones, and cached ones that come back into use."""
     size, first = rank.pool.block_size, group[0]
     length = len(first.tokens)
-    hits = rank.pool.lookup(first.keys, (length - 1) // size)
+    hits = _hits(rank, first)
     most = min(length + limits.max_window, first.request.limit)
     return -(-most // size) - len(hits) + rank.pool.revived(hits) + (len(group) - 1)
 
@@ -418,8 +434,13 @@ def _blocks_needed(rank: RankState, group: list[Choice], limits: Limits) -> int:
 def _first_chunk(rank: RankState, group: list[Choice], budget: int) -> tuple[int, int]:
     """(blocks found in the cache, tokens of the first chunk) of an admission with so many tokens left."""
     first, size = group[0], rank.pool.block_size
-    hits = len(rank.pool.lookup(first.keys, (len(first.tokens) - 1) // size))
+    hits = len(_hits(rank, first))
     return hits, min(len(first.tokens) - hits * size, budget)
+
+
+def _hits(rank: RankState, choice: Choice) -> list[int]:
+    """Known blocks of the longest beginning of the choice's tokens; the last token is always computed."""
+    return rank.pool.lookup(choice.keys, shareable(rank, choice, len(choice.tokens) - 1))
 
 
 def _barrier(choice: Choice, limits: Limits, now: float) -> bool:
@@ -439,7 +460,7 @@ def _admit(rank: RankState, group: list[Choice]) -> list[int]:
     """Reserves rows for all choices and blocks for the whole prompt; returns the new blocks that must be zeroed."""
     size, first = rank.pool.block_size, group[0]
     length = len(first.tokens)
-    hits = rank.pool.lookup(first.keys, (length - 1) // size)
+    hits = _hits(rank, first)
     rank.pool.share(hits)
     new = rank.pool.take(-(-length // size) - len(hits))
     first.blocks = hits + new

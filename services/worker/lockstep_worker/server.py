@@ -389,4 +389,5 @@ def _facts(facts: WorkerFacts) -> worker_pb2.WorkerFacts:
         ],
         deterministic=facts.deterministic,
         routed_experts=facts.routed_experts,
+        generated_reusable=facts.generated_reusable,
     )

@@ -52,6 +52,7 @@ class Simulation:
         seed: int = 0,
         scripts: Sequence[Script] = (),
         vocab_size: int = 1000,
+        generated_reusable: bool = True,
         **settings: object,
     ) -> None:
         defaults: dict[str, object] = {"max_batched_tokens": 32, "a": 4, "b": 8, "max_window": 8}
@@ -75,6 +76,7 @@ class Simulation:
                 num_blocks=num_blocks,
                 block_size=block_size,
                 max_rows=max_rows,
+                generated_reusable=generated_reusable,
                 wait=lambda seconds: None,
             )
             for _ in range(dp)

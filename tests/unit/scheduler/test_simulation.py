@@ -40,7 +40,16 @@ def test_one_request() -> None:
 def test_random_arrivals(seed: int, dp: int, num_blocks: int, window: int, a: int) -> None:
     """Arrivals, sizes, stops, cancels, stop strings, n, priorities at random; small pools force preemption."""
     choose = random.Random(seed)
-    sim = Simulation(dp=dp, num_blocks=num_blocks, seed=seed, max_rows=4, a=a, b=2 * a, max_window=window)
+    sim = Simulation(
+        dp=dp,
+        num_blocks=num_blocks,
+        seed=seed,
+        max_rows=4,
+        a=a,
+        b=2 * a,
+        max_window=window,
+        generated_reusable=bool(seed % 2),
+    )
     kept, cut = [], []
     for _ in range(choose.randint(1, 14)):
         for _ in range(choose.randint(0, 12)):
@@ -240,6 +249,31 @@ def test_an_answer_is_cached_for_the_next_turn_of_a_chat() -> None:
     sim.run()
     sim.check_answers([first, second])
     assert sim.got(second).cached == 20  # the last token's KV was never written: 23 of 24 positions
+
+
+def test_generated_tokens_that_a_prompt_computes_otherwise_are_not_shared() -> None:
+    """The next turn finds the first one's prompt, and the turn after it the answer as that prompt has computed it."""
+    sim = Simulation(num_blocks=100, generated_reusable=False)
+    turns = [sim.submit(prompt(10), max_tokens=14)]
+    sim.run()
+    chat = [*turns[0].prompt.tolist(), *sim.got(turns[0]).tokens, 5, 6, 7]
+    for _ in range(2):
+        turns.append(sim.submit(chat, max_tokens=4))
+        sim.run()
+    sim.check_answers(turns)
+    assert [sim.got(turn).cached for turn in turns] == [0, 8, 24]
+
+
+def test_a_row_added_again_takes_no_block_of_a_prompt_for_its_generated_tokens() -> None:
+    """While it was away, another prompt began with all of its tokens."""
+    sim = Simulation(num_blocks=12, max_window=1, generated_reusable=False)
+    request = sim.submit(prompt(10), priority=1, max_tokens=30)
+    while len(sim.got(request).tokens) < 12:
+        sim.turn()
+    urgent = sim.submit([*request.prompt.tolist(), *sim.got(request).tokens[:12]], max_tokens=10)
+    sim.run()
+    sim.check_answers([request, urgent])
+    assert sim.loop.stats.preemptions == 1 and sim.got(urgent).ended_at < sim.got(request).ended_at
 
 
 def test_without_a_prefix_cache_requests_share_nothing_and_choices_still_share_their_prompt() -> None:

@@ -54,6 +54,7 @@ class ToyModel:
     vocab_size = VOCAB
     max_model_len = MAX_LEN
     routed_experts = False
+    generated_reusable = True
     config_hash = "toy"
 
     def __init__(self, logits_of: Logits = hashed_logits) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from lockstep_kernels.prepare.inputs import NULL_BLOCK, DecodeInputs
+
 
 def window(lengths: torch.Tensor, steps: int) -> torch.Tensor:
     """[steps + 1, B] int64: position of the token that each row feeds in each step; entry i + 1 is the length after step i.
@@ -20,3 +22,26 @@ def slots(tables: torch.Tensor, sequences: torch.Tensor, positions: torch.Tensor
     """
     columns = (positions // block_size).clamp(max=tables.shape[1] - 1)
     return tables[sequences, columns] * block_size + positions % block_size
+
+
+def decode_inputs(
+    index: torch.Tensor,
+    last: torch.Tensor,
+    lengths: torch.Tensor,
+    alive: torch.Tensor,
+    tables: tuple[torch.Tensor, ...],
+    block_sizes: tuple[int, ...],
+    out: DecodeInputs,
+) -> None:
+    live = alive[index]
+    lengths = torch.where(live, lengths[index], 1)
+    out.live.copy_(live)
+    out.token_ids.copy_(torch.where(live, last[index], 0))
+    out.positions.copy_(lengths - 1)
+    out.seq_lens.copy_(lengths)
+    for table, size, copied, where in zip(tables, block_sizes, out.block_tables, out.slots, strict=True):
+        rows = torch.where(live[:, None], table[index], NULL_BLOCK)
+        columns = torch.arange(table.shape[1], device=table.device)
+        copied.copy_(torch.where(columns * size < lengths[:, None], rows, copied))
+        sequences = torch.arange(len(index), device=index.device)
+        where.copy_(torch.where(live, slots(rows, sequences, lengths - 1, size), NULL_BLOCK))

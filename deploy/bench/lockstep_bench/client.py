@@ -133,6 +133,8 @@ class SchedulerSession:
         self.vocab_size = 0
         self.block_size = 0
         self.max_model_len = 0
+        self.device = self.dtype = ""
+        self.dp = 1
         self.load: Load | None = None
         self.on_tokens: Callable[[int, float], None] | None = None  # (tokens of one message, its time), after delivery
         self._security = security
@@ -176,7 +178,7 @@ class SchedulerSession:
 
     def submit(
         self,
-        prompt: Iterable[int],
+        prompt: U32 | Iterable[int],
         sampling: Sampling,
         *,
         n: int = 1,
@@ -191,7 +193,7 @@ class SchedulerSession:
         message = scheduler_pb2.Submit(
             handle=self._handles,
             request_id=request.request_id,
-            prompt=np.fromiter(prompt, "<u4").tobytes(),
+            prompt=np.asarray(prompt if isinstance(prompt, np.ndarray) else list(prompt), "<u4").tobytes(),
             sampling=rpc.write_sampling(sampling),
             n=n,
             priority=priority,
@@ -207,6 +209,11 @@ class SchedulerSession:
     def finish(self, handle: int, choice: int, offset: int) -> None:
         message = scheduler_pb2.Finish(handle=handle, choice=choice, offset=offset)
         self._outbox.put_nowait(scheduler_pb2.ToScheduler(finish=message))
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the engine runs on, and how."""
+        return {"device": self.device, "dtype": self.dtype, "dp": self.dp}
 
     async def next_load(self, timeout: float = 5.0) -> Load:
         """The next load report to come."""
@@ -279,6 +286,7 @@ class SchedulerSession:
     def _receive_facts(self, facts: scheduler_pb2.GroupFacts) -> None:
         self.model, self.vocab_size = facts.model, facts.vocab_size
         self.block_size, self.max_model_len = facts.block_size, facts.max_model_len
+        self.device, self.dtype, self.dp = facts.device, facts.dtype, facts.dp
         self._changed.set()
 
     def _receive_load(self, load: common_pb2.Load) -> None:

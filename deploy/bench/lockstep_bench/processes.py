@@ -110,6 +110,7 @@ class Fleet:
     def __init__(self, log_dir: Path | None = None) -> None:
         self._own = None if log_dir else tempfile.TemporaryDirectory(prefix="lockstep-")
         self.log_dir = log_dir or Path(self._own.name if self._own else ".")
+        self.log_dir.mkdir(parents=True, exist_ok=True)
         self.processes: list[Process] = []
 
     def __enter__(self) -> Self:

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 SCHEMA = 1
-_VERSIONS = ("lockstep-bench", "torch", "numpy", "grpcio", "protobuf")
+_VERSIONS = ("lockstep-bench", "torch", "triton", "numpy", "grpcio", "protobuf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,26 @@ def machine() -> dict[str, Any]:
     }
 
 
+def card(device: str) -> str:
+    """The name of what a worker on `device` ("cuda:0", "cpu") computes on. Asked from outside: no CUDA context is made here."""
+    if not device.startswith("cuda"):
+        return _cpu_model()
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return "CUDA device"
+    return answer.stdout.partition("\n")[0].strip() or "CUDA device"
+
+
+def version(name: str) -> str:
+    """Of an installed distribution."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
 def document(
     benchmark: str, settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], goals: Sequence[Goal]
 ) -> dict[str, Any]:
@@ -62,9 +82,9 @@ def document(
         "schema": SCHEMA,
         "benchmark": benchmark,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
+        "commit": commit(),
         "machine": machine(),
-        "versions": {name: _version(name) for name in _VERSIONS},
+        "versions": {name: version(name) for name in _VERSIONS},
         "settings": dict(settings),
         "rows": [dict(row) for row in rows],
         "goals": [
@@ -77,7 +97,9 @@ def document(
 def write(path: Path, doc: Mapping[str, Any]) -> None:
     """NaN becomes null: the file is JSON for every reader."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_finite(doc), indent=1) + "\n")
+    draft = path.with_name(path.name + ".new")
+    draft.write_text(json.dumps(_finite(doc), indent=1) + "\n")
+    draft.replace(path)  # a run that is cut while it writes leaves what was written before
 
 
 def show(title: str, rows: Sequence[Mapping[str, Any]], goals: Sequence[Goal], console: Console | None = None) -> None:
@@ -135,15 +157,13 @@ def _cpu_model() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+def commit() -> str:
+    """The commit of the checkout that holds this file, with "+" if it has changes; "unknown" outside of one.
 
-
-def _commit() -> str:
-    """The commit of the checkout that holds this file, with "+" if it has changes; "unknown" outside of one."""
+    LOCKSTEP_BENCH_COMMIT names it where the files are only a copy of a checkout.
+    """
+    if told := os.environ.get("LOCKSTEP_BENCH_COMMIT"):
+        return told
     here = Path(__file__).parent
     try:
         head = subprocess.run(

@@ -1,5 +1,8 @@
 """The `lockstep` command: serve on this machine, fetch models, chat, measure."""
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
-__version__ = version("lockstep-cli")
+try:
+    __version__ = version("lockstep-cli")
+except PackageNotFoundError:  # found through PYTHONPATH, as where nothing can be installed
+    __version__ = "not installed"

@@ -1,0 +1,175 @@
+"""`throughput`: the offline workloads on an engine that it starts (or on a running one), beside peers, goals and limits."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from lockstep_bench import engine, peer, shapes
+from lockstep_bench.client import SchedulerSession
+from lockstep_bench.commands import add_output_flags, console, log
+from lockstep_bench.engine import Engine, Settings
+from lockstep_bench.results import Results
+from lockstep_bench.throughput import Bench
+from lockstep_bench.workloads import STANDARD, WORKLOADS, Workload, parse
+from lockstep_common.errors import ConfigError, LockstepError
+
+_KEPT = (
+    "load_format", "dtype", "dp", "max_num_seqs", "max_model_len", "max_num_batched_tokens", "max_window", "worker_flags",
+    "scheduler_flags", "seed",
+)  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_output_flags(parser)
+    add = parser.add_argument
+    add(
+        "--model", action="append", default=[], metavar="NAME|DIR",
+        help=f"a shape ({', '.join(shapes.names())}) or a model directory; may be given again",
+    )  # fmt: skip
+    add("--work", action="append", default=[], metavar="NAME", help=f"{', '.join(WORKLOADS)}, or NAME=REQUESTSxPROMPTxOUTPUT (default: {', '.join(STANDARD)})")  # fmt: skip
+    add("--scheduler", default="", metavar="HOST:PORT", help="measure this running scheduler instead of starting one")
+    add("--load-format", default="dummy", help="dummy: random weights, config.json is enough; auto: the model's own")
+    add("--dtype", default="auto")
+    add("--dp", type=int, default=1, metavar="N", help="workers that step together, one GPU each")
+    add("--max-num-seqs", type=int, default=256)
+    add("--max-model-len", type=int, default=8192)
+    add("--max-num-batched-tokens", type=int, default=8192)
+    add("--max-window", type=int, default=16, metavar="K", help="decode steps of a plan")
+    add("--worker-flags", default="", metavar="STRING", help="more flags for the worker")
+    add("--scheduler-flags", default="", metavar="STRING", help="more flags for the scheduler")
+    add("--start-timeout-s", type=float, default=900.0)
+    add(
+        "--time-limit", type=float, default=0.0, metavar="S", help="stop after so many seconds; what was measured stays"
+    )
+    add("--log-dir", type=Path, metavar="DIR", help="keep the processes' logs")
+    add("--profile", type=Path, metavar="DIR", help="after each workload, run it again and record a trace of its steps")
+    add("--profile-steps", type=int, default=16, metavar="N")
+    add("--peer", choices=("vllm",), help="run the same work on an installed peer, for a ratio side by side")
+    add("--peer-venv", type=Path, metavar="DIR", help="virtual environment of the peer (default: this one)")
+    add("--seed", type=int, default=0)
+
+
+def run(args: argparse.Namespace) -> int:
+    """1 if a cell could not be measured; those that could are in the table and in the file."""
+    works = parse(args.work or STANDARD)
+    if bool(args.model) == bool(args.scheduler):
+        raise ConfigError("give --model (an engine is started for it) or --scheduler (a running one), and not both")
+    if args.scheduler and (args.peer or args.profile):
+        raise ConfigError("--peer and --profile need --model: they must know the model and its worker")
+    engines = [_settings(args, shapes.resolve(model)) for model in args.model]
+    for settings in engines:
+        _check_lengths(settings, works)
+    expected = [(settings.name, work.name) for settings in engines for work in works]
+    results = Results(args.json, {name: getattr(args, name) for name in _KEPT}, expected, log)
+    try:
+        asyncio.run(_measure(args, engines, works, results))
+    finally:
+        results.show(console)
+    return results.exit_code(args.check)
+
+
+def _settings(args: argparse.Namespace, model: Path) -> Settings:
+    return Settings(
+        model=model,
+        load_format=args.load_format,
+        dtype=args.dtype,
+        dp=args.dp,
+        max_num_seqs=args.max_num_seqs,
+        max_model_len=args.max_model_len,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_window=args.max_window,
+        start_timeout_s=args.start_timeout_s,
+        worker_flags=args.worker_flags,
+        scheduler_flags=args.scheduler_flags,
+    )
+
+
+def _check_lengths(settings: Settings, works: Sequence[Workload]) -> None:
+    for work in works:
+        if work.length > settings.length:
+            raise ConfigError(
+                f"{work.name} needs {work.length} tokens a sequence, {settings.name} has {settings.length}"
+            )
+
+
+async def _measure(
+    args: argparse.Namespace, engines: Sequence[Settings], works: Sequence[Workload], results: Results
+) -> None:
+    """Everything, one after the other, until the time limit. An engine that fails does not keep the others from their turn."""
+    try:
+        async with asyncio.timeout(args.time_limit or None):
+            if args.scheduler:
+                async with await SchedulerSession.open(args.scheduler) as session:
+                    await _cells(args, session, works, results)
+            for settings in engines:
+                try:
+                    await _own(args, settings, works, results)
+                    if args.peer:
+                        await _peer(args, settings, works, results)
+                except LockstepError as error:
+                    log(f"{settings.name}: {error.message}")
+    except TimeoutError:
+        log(f"the time limit of {args.time_limit:g} s is over")
+
+
+async def _own(args: argparse.Namespace, settings: Settings, works: Sequence[Workload], results: Results) -> None:
+    log(f"{settings.name}: starting")
+    async with engine.running(settings, log, args.log_dir) as started:
+        session = started.session
+        row = {"model": session.model, "startup_s": round(started.startup_s, 2)}
+        results.add(row | session.facts)
+        await _cells(args, session, works, results, started)
+
+
+async def _cells(
+    args: argparse.Namespace,
+    session: SchedulerSession,
+    works: Sequence[Workload],
+    results: Results,
+    started: Engine | None = None,
+) -> None:
+    """All workloads on one engine; one that fails is reported, and the next is tried as long as the engine lives."""
+    bench = Bench(session, args.seed)
+    await bench.warm_up()
+    for work in works:
+        try:
+            before = await started.counters() if started else None
+            row = {"model": session.model, **await bench.measure(work), **session.facts}
+            if started and before:
+                row["counters"] = (await started.counters()).since(before)
+            results.add(row)
+            if started and args.profile:
+                await _profile(args, bench, work, started)
+        except LockstepError as error:
+            log(f"{session.model} {work.name}: {error.message}")
+            if started:
+                started.fleet.check()
+
+
+async def _profile(args: argparse.Namespace, bench: Bench, work: Workload, started: Engine) -> None:
+    """Runs the workload once more and keeps a trace of some of its steps."""
+    from lockstep_cli.client import record_profile
+
+    recording = asyncio.create_task(record_profile(started.workers[0], args.profile_steps))
+    await asyncio.sleep(0)
+    again = asyncio.create_task(bench.seconds(work))
+    try:
+        trace = await recording
+    finally:
+        await again
+    args.profile.mkdir(parents=True, exist_ok=True)
+    path = args.profile / f"{started.session.model}-{work.name}.json.gz"
+    path.write_bytes(trace.data)
+    log(f"{trace.steps} steps in {path}")
+
+
+async def _peer(args: argparse.Namespace, settings: Settings, works: Sequence[Workload], results: Results) -> None:
+    log(f"{settings.name}: the same on {args.peer}")
+    try:
+        async for row in peer.vllm(peer.interpreter(args.peer_venv), settings, works, args.log_dir):
+            results.add_peer(row)
+    except peer.NotInstalled as error:
+        log(error.message)

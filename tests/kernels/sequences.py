@@ -18,11 +18,23 @@ LAST, EVERY, NONE = "last", "every", "none"  # of which positions of its chunks 
 
 
 class Sequences:
-    """Token sequences, each with its own blocks in a cache that starts as NaN everywhere."""
+    """Token sequences, each with its own blocks in a cache that starts as NaN everywhere.
 
-    def __init__(self, model: Model, tokens: Sequence[Sequence[int]], *, block_size: int = 16, seed: int = 0) -> None:
+    prompts[i]: how many tokens of sequence i are its prompt, the others were generated; without it all are.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tokens: Sequence[Sequence[int]],
+        prompts: Sequence[int] = (),
+        *,
+        block_size: int = 16,
+        seed: int = 0,
+    ) -> None:
         self.model = model
         self.tokens = [list(t) for t in tokens]
+        self.prompts = list(prompts) or [len(t) for t in tokens]
         widths = [-(-model.max_model_len // block_size)] * len(tokens)
         self._free = list(range(1, 2 * sum(widths) + 1))
         random.Random(seed).shuffle(self._free)
@@ -43,6 +55,24 @@ class Sequences:
             count = len(inputs.token_ids) if wanted == EVERY else 0
             inputs = dataclasses.replace(inputs, logits_index=torch.arange(count))
         return self.model.logits(self.model.forward(inputs, self.kv))
+
+    def fill(self, chunks: Sequence[Chunk], *, wanted: str = LAST) -> torch.Tensor:
+        """A step of a prefill plan: generated tokens are a pass of their own where their bits are not a prompt's."""
+        if self.model.generated_reusable:
+            return self.run(Kind.PREFILL, chunks, wanted=wanted)
+        prompt = [(i, start, min(end, self.prompts[i])) for i, start, end in chunks]
+        generated = [(i, max(start, self.prompts[i]), end) for i, start, end in chunks]
+        parts = {Kind.PREFILL: prompt, Kind.DECODE: generated}
+        found: dict[int, torch.Tensor] = {}
+        for kind, part in parts.items():
+            part = [(i, start, end) for i, start, end in part if start < end]
+            if not part:
+                continue
+            logits = self.run(kind, part, wanted=wanted)
+            counts = [end - start if wanted == EVERY else 1 for _, start, end in part]
+            for (i, _, _), rows in zip(part, logits.split(counts), strict=True):
+                found[i] = torch.cat((found[i], rows)) if wanted == EVERY and i in found else rows
+        return torch.cat([found[i] for i, _, _ in chunks])
 
     def move(self, i: int) -> None:
         """Gives sequence `i` other blocks: what was computed of it is lost, as in a preemption."""

@@ -38,21 +38,21 @@ def random_tokens(model: Model, rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(model.vocab_size) for _ in range(length)]
 
 
-def alone(model: Model, tokens: list[int]) -> torch.Tensor:
-    """[n, vocab]: one sequence, one pass, one thread."""
+def alone(model: Model, tokens: list[int], prompt: int) -> torch.Tensor:
+    """[n, vocab]: one sequence, as few passes as can be, one thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return Sequences(model, [tokens]).run(Kind.PREFILL, [(0, 0, len(tokens))], wanted=EVERY)
+        return Sequences(model, [tokens], [prompt]).fill([(0, 0, len(tokens))], wanted=EVERY)
     finally:
         torch.set_num_threads(before)
 
 
-def some_pass(rng: random.Random, done: list[int], lens: list[int]) -> tuple[Kind, list[Chunk]]:
-    """The next position of some unfinished sequences, or chunks of them."""
+def some_step(rng: random.Random, done: list[int], lens: list[int], least: list[int]) -> tuple[Kind, list[Chunk]]:
+    """The next position of some unfinished sequences that are at `least` so far, or chunks of some."""
     open_ones = [i for i, (at, n) in enumerate(zip(done, lens, strict=True)) if at < n]
     chosen = rng.sample(open_ones, rng.randint(1, len(open_ones)))
-    started = [i for i in chosen if done[i]]
+    started = [i for i in chosen if done[i] >= least[i]]
     if started and rng.random() < 0.7:
         return Kind.DECODE, [(i, done[i], done[i] + 1) for i in started]
     borders = (1, 15, 16, 17, 63, 64, 65)
@@ -80,15 +80,17 @@ def test_any_schedule_gives_the_same_bits(
     model = model_of(shape, dtype)
     lens = [rng.choice([1, 2, 16, 17, 63, 64, 65, 128, 129, rng.randint(1, 140)]) for _ in range(count)]
     tokens = [random_tokens(model, rng, n) for n in lens]
-    want = [alone(model, t) for t in tokens]
-    sequences = Sequences(model, tokens, block_size=block_size, seed=seed)
+    prompts = [rng.randint(1, n) for n in lens]
+    want = [alone(model, t, prompt) for t, prompt in zip(tokens, prompts, strict=True)]
+    sequences = Sequences(model, tokens, prompts, block_size=block_size, seed=seed)
+    decodes_from = [1] * count if model.generated_reusable else prompts
     done, preemptions, passes = [0] * count, 0, 0
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         while done != lens and passes < 60:
-            kind, chunks = some_pass(rng, done, lens)
-            logits = sequences.run(kind, chunks)
+            kind, chunks = some_step(rng, done, lens, decodes_from)
+            logits = sequences.run(kind, chunks) if kind is Kind.DECODE else sequences.fill(chunks)
             for row, (i, start, end) in zip(logits, chunks, strict=True):
                 assert torch.equal(row, want[i][end - 1]), f"{kind.name} of {start}..{end} of {lens[i]} among {chunks}"
                 done[i] = end
@@ -107,8 +109,8 @@ def test_decode_alone_and_among_seven_others(dtype: str) -> None:
     model = model_of("as SmolLM2", dtype)
     lens = [100, 3, 64, 65, 200, 17, 128, 31]
     tokens = [random_tokens(model, rng, n + 8) for n in lens]
-    want = alone(model, tokens[0])
-    lonely, crowd = Sequences(model, tokens[:1]), Sequences(model, tokens, seed=9)
+    want = alone(model, tokens[0], lens[0])
+    lonely, crowd = Sequences(model, tokens[:1], lens[:1]), Sequences(model, tokens, lens, seed=9)
     lonely.run(Kind.PREFILL, [(0, 0, lens[0])])
     crowd.run(Kind.PREFILL, [(i, 0, n) for i, n in enumerate(lens)])
     for step in range(8):
@@ -122,7 +124,7 @@ def test_a_pass_that_wants_no_logits_writes_its_keys_and_values() -> None:
     tokens = random_tokens(model, random.Random(6), 40)
     sequences = Sequences(model, [tokens])
     assert sequences.run(Kind.PREFILL, [(0, 0, 39)], wanted=NONE).shape == (0, model.vocab_size)
-    assert torch.equal(sequences.run(Kind.DECODE, [(0, 39, 40)])[0], alone(model, tokens)[39])
+    assert torch.equal(sequences.run(Kind.DECODE, [(0, 39, 40)])[0], alone(model, tokens, 40)[39])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,7 +10,7 @@ import torch
 
 from lockstep_worker.inputs import StepInputs
 from lockstep_worker.kv import KvCache, KvSpec
-from lockstep_worker.models import llama
+from lockstep_worker.models import deepseek, llama
 from lockstep_worker.weights import Checkpoint, ConfigFile, DummyCheckpoint, Progress, SafetensorsCheckpoint
 
 __all__ = ["ARCHITECTURES", "Model", "load_model"]
@@ -44,6 +44,8 @@ class Model(Protocol):
 Loader = Callable[[ConfigFile, Checkpoint, torch.dtype, torch.device, bool, Progress], Model]
 
 ARCHITECTURES: Final[dict[str, Loader]] = {
+    "DeepseekV2ForCausalLM": deepseek.load,
+    "DeepseekV3ForCausalLM": deepseek.load,
     "LlamaForCausalLM": llama.load,
     "MistralForCausalLM": llama.load,
     "Qwen2ForCausalLM": llama.load,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -127,9 +127,26 @@ class GatedMlp:
         return linear(swiglu(hidden, self.gate_up, norm=self.norm), self.down, plus=hidden)
 
 
+class AttentionHalf(Protocol):
+    """What a layer's attention half needs of its weights; a family may have another half than `AttentionWeights`."""
+
+    @property
+    def qkv(self) -> Packed:
+        """The product that hidden states meet first; all linears of a model take operands of the same dtypes."""
+
+
+class Pass(Protocol):
+    """What all layers of one pass share, and the way through their attention halves."""
+
+    def attend(
+        self, weights: Any, hidden: torch.Tensor, cache: torch.Tensor, kept: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `AttentionPass.attend`; `weights` are the attention half of a layer of this family."""
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
-    attention: AttentionWeights
+    attention: AttentionHalf
     feed_forward: FeedForward
 
 
@@ -271,7 +288,7 @@ class Decoder:
             return self._embedding.new_empty(0, self._config.hidden, dtype=form.dtype)
         rows = padded_rows(count, form.layout, self._deterministic)
         hidden = torch.nn.functional.embedding(padded(inputs.token_ids, rows), self._embedding).to(form.dtype)
-        step = AttentionPass(self._config, self._tables, inputs, rows, kv, form.dtype)
+        step = self._pass(inputs, rows, kv, form.dtype)
         tokens = Tokens(inputs.kind, self._live(inputs, rows, kv.block_size))
         *earlier, last = self._layers
         for i, layer in enumerate(earlier):
@@ -288,6 +305,9 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return linear(hidden.to(self._head.dtype), self._head).float()
 
+    def _pass(self, inputs: StepInputs, rows: int, kv: KvCache, dtype: torch.dtype) -> Pass:
+        return AttentionPass(self._config, self._tables, inputs, rows, kv, dtype)
+
     def _live(self, inputs: StepInputs, rows: int, block_size: int) -> torch.Tensor | None:
         """Rows that have ended write to the null block."""
         return padded(inputs.slots[0] >= block_size, rows) if self.routed_experts else None
@@ -303,10 +323,14 @@ def load_decoder(
     progress: Progress,
     feed_forward: Callable[[WeightSource, int, str], FeedForward],
     *,
+    attention: Callable[[WeightSource, str], AttentionHalf] | None = None,
+    make: Callable[..., Decoder] = Decoder,
     routed_experts: bool = False,
     ignored: tuple[str, ...] = (),
 ) -> Decoder:
     """Streams the weights in, a layer at a time.
+
+    `attention(weights, prefix)` loads the first half of a layer; None: `WeightSource.attention`. `make` is the model's class.
 
     `feed_forward(weights, i, prefix)` loads the second half of layer i, whose tensors' names begin with `prefix`, its norm
     included. `ignored`: endings of names that are no fault if nothing takes them.
@@ -318,13 +342,14 @@ def load_decoder(
     layers = []
     for i in range(c.layers):
         prefix = f"model.layers.{i}."
-        layers.append(Layer(weights.attention(c, prefix), feed_forward(weights, i, prefix)))
+        half = weights.attention(c, prefix) if attention is None else attention(weights, prefix)
+        layers.append(Layer(half, feed_forward(weights, i, prefix)))
         progress((i + 2) / steps)
     final_norm = weights.norm("model.norm", c.hidden)
     head = embedding if c.tied else weights.tensor("lm_head.weight", c.vocab_size, c.hidden)
     checkpoint.check_all_taken(IGNORED + ignored + (("lm_head.weight",) if c.tied else ()))
     digest = config_hash(config, checkpoint, dtype)
-    model = Decoder(
+    model = make(
         c, digest, embedding, tuple(layers), final_norm, pack(head, prompts=False), deterministic, routed_experts
     )
     progress(1.0)

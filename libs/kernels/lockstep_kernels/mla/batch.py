@@ -1,0 +1,72 @@
+"""Which sequences a pass of latent attention serves, where their latents lie, and the weights that expand them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class LatentBatch:
+    """B sequences with the new tokens of each one after the other: query_lens[i] of them, the last of seq_lens[i] positions.
+
+    Position p of sequence i lies in slot block_table[i, p // block_size] * block_size + p % block_size. In a decode step
+    every sequence has one new token; there the host's lengths are not asked for, and may be empty.
+    """
+
+    decode: bool
+    query_lens: tuple[int, ...]
+    host_seq_lens: tuple[int, ...]
+    seq_lens: torch.Tensor  # [B] int64, on the device
+    block_table: torch.Tensor  # [B, W] int64
+    block_size: int
+
+    def __post_init__(self) -> None:
+        if not self.seq_lens.shape[0] == self.block_table.shape[0]:
+            raise ValueError("seq_lens and block_table disagree about the number of sequences")
+        if not len(self.query_lens) == len(self.host_seq_lens):
+            raise ValueError("query_lens and host_seq_lens disagree about the number of sequences")
+        if not self.decode and len(self.query_lens) != self.seq_lens.shape[0]:
+            raise ValueError("a prefill pass needs the lengths of all its sequences on the host")
+        if self.decode and any(new != 1 for new in self.query_lens):
+            raise ValueError(f"a decode step has one new token a sequence, not {self.query_lens}")
+        for new, total in zip(self.query_lens, self.host_seq_lens, strict=True):
+            if not 0 < new <= total <= self.block_table.shape[1] * self.block_size:
+                raise ValueError(f"a sequence of {total} positions with {new} new ones does not fit its block table")
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """The product that turns a latent into keys and values: weight [H, nope + value, rank] (kv_b_proj, head by head).
+
+    Of each head the first `nope` rows give the part of the key that is not rotated, the others the value. Expanded keys are
+    keys @ latent; absorbed, the same weights meet the query instead: q . (keys @ latent) = (q @ keys) . latent.
+    """
+
+    weight: torch.Tensor
+    nope: int
+
+    @property
+    def heads(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def value(self) -> int:
+        """Width of a value."""
+        return self.weight.shape[1] - self.nope
+
+    @property
+    def rank(self) -> int:
+        """Width of a latent, without the rotated key beside it."""
+        return self.weight.shape[2]
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """[H, nope, rank], a view."""
+        return self.weight[:, : self.nope]
+
+    @property
+    def values(self) -> torch.Tensor:
+        """[H, rank, value], a view."""
+        return self.weight[:, self.nope :].transpose(1, 2)

@@ -1,0 +1,99 @@
+"""Latent attention on CPU: absorbed in prefill and decode alike, with bits that depend on nothing but the sequence itself.
+
+As in `lockstep_kernels.attention.cpu`: keys come in whole tiles from position 0 on, a tile's inner length is fixed, tiles are
+added one after the other, and every product has a multiple of ROWS query rows. What lies beyond a query's position gets the
+weight exactly 0, and is read from the sequence's last position, which is finite whenever the sequence is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from lockstep_kernels.mla.batch import Expansion, LatentBatch
+
+TILE = 64
+ROWS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """A sequence of a pass: its new tokens, the position of the first of them, and where its latents lie."""
+
+    tokens: slice
+    start: int
+    slots: torch.Tensor  # [whole tiles of positions] int64; beyond the last position, that of the last position
+
+
+Prepared = tuple[Sequence, ...]
+
+
+def prepare(batch: LatentBatch) -> Prepared:
+    """See the public function; host lengths must be there."""
+    sequences = []
+    first = 0
+    for i, (new, total) in enumerate(zip(batch.query_lens, batch.host_seq_lens, strict=True)):
+        positions = torch.arange(_whole(total, TILE)).clamp_(max=total - 1)
+        columns = positions // batch.block_size
+        slots = batch.block_table[i][columns] * batch.block_size + (positions - columns * batch.block_size)
+        sequences.append(Sequence(slice(first, first + new), total - new, slots))
+        first += new
+    return tuple(sequences)
+
+
+def attention(
+    q: torch.Tensor, cache: torch.Tensor, prepared: Prepared, expansion: Expansion, scale: float, out: torch.Tensor
+) -> None:
+    """See the public function."""
+    tokens, heads, _ = q.shape
+    rank, nope, width = expansion.rank, expansion.nope, cache.shape[-1]
+    wide = torch.zeros(heads, _whole(tokens, ROWS), nope)
+    wide[:, :tokens] = q[..., :nope].transpose(0, 1)
+    queries = torch.empty(tokens, heads, width)
+    queries[..., :rank] = torch.bmm(wide, expansion.keys)[:, :tokens].transpose(0, 1)
+    queries[..., rank:] = q[..., nope:]
+    mixed = torch.zeros(heads, wide.shape[1], rank)
+    rows = cache.view(-1, width)
+    for sequence in prepared:
+        latents = rows[sequence.slots].float()
+        for part, seen in _spans(sequence):
+            mixed[:, part] = _attend(queries[part], latents[:seen], sequence, part, rank, scale)
+    values = torch.bmm(mixed, expansion.values)[:, :tokens]
+    out[:tokens].view(tokens, heads, -1).copy_(values.transpose(0, 1))
+
+
+def _attend(
+    queries: torch.Tensor, latents: torch.Tensor, sequence: Sequence, part: slice, rank: int, scale: float
+) -> torch.Tensor:
+    """[H, count, rank]: softmax(scale * queries . latents) latents, of queries [count, H, width] up to their positions."""
+    count, heads, width = queries.shape
+    padded = torch.zeros(1, _whole(count * heads, ROWS), width)
+    padded[0, : count * heads] = queries.flatten(0, 1)
+    scores = torch.bmm(padded, latents.T.unsqueeze(0)).mul_(scale)
+    positions = torch.arange(part.start, part.stop) - sequence.tokens.start + sequence.start
+    future = torch.arange(len(latents)) > positions.repeat_interleave(heads).unsqueeze(1)
+    scores[0, : count * heads].masked_fill_(future, -torch.inf)
+    weights = torch.softmax(scores, -1)
+    values = latents[:, :rank].unsqueeze(0)
+    mixed = torch.bmm(weights[..., :TILE], values[:, :TILE])
+    for i in range(TILE, len(latents), TILE):
+        mixed.baddbmm_(weights[..., i : i + TILE], values[:, i : i + TILE])
+    return mixed[0, : count * heads].view(count, heads, rank).transpose(0, 1)
+
+
+def _spans(sequence: Sequence) -> Iterator[tuple[slice, int]]:
+    """Tokens of a pass cut where their positions enter a new tile, and how many positions they see in whole tiles."""
+    token, position = sequence.tokens.start, sequence.start
+    while token < sequence.tokens.stop:
+        seen = position // TILE * TILE + TILE
+        until = min(token + seen - position, sequence.tokens.stop)
+        yield slice(token, until), seen
+        position += until - token
+        token = until
+
+
+def _whole(count: int, unit: int) -> int:
+    """`count` rounded up to a multiple of `unit`."""
+    return -(-count // unit) * unit

@@ -1,0 +1,311 @@
+"""DeepSeek-V2, V2-Lite and V3: latent attention, and mixtures of experts with shared ones behind the first, dense layers.
+
+`deterministic` holds on CPU: attention is absorbed in prompt passes and decode steps alike. On CUDA prompts are attended with
+expanded keys and values and decode steps with absorbed ones: the same sums in another order, so in other bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Final, Literal
+
+import torch
+
+from lockstep_common.steps import Kind
+from lockstep_kernels import mla
+from lockstep_kernels.linear import Packed, linear, pack
+from lockstep_kernels.rms_norm import Norm, rms_norm
+from lockstep_worker.experts import Experts, Routing, load_experts
+from lockstep_worker.inputs import StepInputs
+from lockstep_worker.kv import KvCache, KvSpec
+from lockstep_worker.models.decoder import (
+    Decoder,
+    DecoderConfig,
+    FeedForward,
+    Tokens,
+    WeightSource,
+    load_decoder,
+    read_decoder,
+)
+from lockstep_worker.models.layers import Rope, yarn_mscale
+from lockstep_worker.weights import Checkpoint, ConfigFile, Progress
+
+LATENT_EPS: Final = 1e-6  # of the norms within attention, whatever rms_norm_eps is
+
+
+@dataclass(frozen=True, slots=True)
+class DeepseekConfig(DecoderConfig):
+    """`head_dim` is that of the rotated part, `rope` beside `nope` in a query or key head."""
+
+    intermediate: int
+    q_rank: int | None
+    rank: int
+    nope: int
+    value: int
+    interleaved: bool
+    routing: Routing
+    expert_intermediate: int
+    shared_experts: int
+    dense_layers: int
+
+    @property
+    def scale(self) -> float:
+        """Of the scores. YaRN sharpens them here, on both sides, and not in cos and sin."""
+        sharpness = yarn_mscale(self.rope.factor, self.rope.mscale_all_dim) if self.rope.mscale_all_dim else 1.0
+        return float((self.nope + self.head_dim) ** -0.5 * sharpness**2)
+
+
+def read_config(config: ConfigFile) -> DeepseekConfig:
+    """Raises ConfigError naming the field that is missing or that this family does not have."""
+    third = config.get("architectures")[0] == "DeepseekV3ForCausalLM"
+    biased = config.flag("attention_bias", False)
+    base = read_decoder(config, qkv_bias=biased, out_bias=biased, head_norms=False)
+    if base.kv_heads != base.heads:
+        raise config.error("num_key_value_heads", f"is {base.kv_heads}: latent attention has one for each query head")
+    if config.flag("mlp_bias", False):
+        raise config.error("mlp_bias", "is true, which is not supported")
+    if (every := config.integer("moe_layer_freq", 1)) != 1:
+        raise config.error("moe_layer_freq", f"is {every}: only 1 is supported")
+    rope = config.integer("qk_rope_head_dim")
+    if rope % 2:
+        raise config.error("qk_rope_head_dim", f"is {rope}, expected an even number")
+    shared: dict[str, Any] = {field.name: getattr(base, field.name) for field in fields(base)}
+    return DeepseekConfig(
+        **shared | {"head_dim": rope},
+        intermediate=config.integer("intermediate_size"),
+        q_rank=None if config.get("q_lora_rank") is None else config.integer("q_lora_rank"),
+        rank=config.integer("kv_lora_rank"),
+        nope=config.integer("qk_nope_head_dim"),
+        value=config.integer("v_head_dim"),
+        interleaved=config.flag("rope_interleave", True) if third else True,
+        routing=_read_routing(config, third),
+        expert_intermediate=config.integer("moe_intermediate_size"),
+        shared_experts=_count(config, "n_shared_experts"),
+        dense_layers=_count(config, "first_k_dense_replace"),
+    )
+
+
+def _read_routing(config: ConfigFile, third: bool) -> Routing:
+    """V3: sigmoid scores, chosen by score + correction, groups by the sum of their two best. V2: softmax, groups by their best."""
+    scoring: Literal["softmax", "sigmoid"] = "sigmoid" if third else "softmax"
+    methods = ("noaux_tc",) if third else ("greedy", "group_limited_greedy")
+    method = config.get("topk_method") or methods[0]
+    if method not in methods:
+        raise config.error("topk_method", f"is {method!r}, expected {' or '.join(methods)}")
+    if (found := config.get("scoring_func") or scoring) != scoring:
+        raise config.error("scoring_func", f"is {found!r}, expected {scoring!r}")
+    experts, top_k = config.integer("n_routed_experts"), config.integer("num_experts_per_tok")
+    groups, top_groups = 1, 1
+    if method != "greedy":
+        groups, top_groups = config.integer("n_group", 1), config.integer("topk_group", 1)
+    if experts % groups:
+        raise config.error("n_group", f"is {groups}, which does not divide {experts} experts")
+    if top_groups > groups:
+        raise config.error("topk_group", f"is {top_groups}, more than the {groups} groups")
+    if top_k > experts // groups * top_groups:
+        raise config.error("num_experts_per_tok", f"is {top_k}, more than the experts of {top_groups} groups")
+    if third and groups > 1 and experts // groups < 2:
+        raise config.error("n_group", f"is {groups}: groups of one expert have no two best")
+    renormalise = config.flag("norm_topk_prob", third)
+    scale = config.number("routed_scaling_factor", 1.0)
+    if renormalise and not third:
+        scale = 1.0  # V2 scales only what it does not renormalise
+    return Routing(experts, top_k, scoring, renormalise, scale, groups, top_groups, "top2" if third else "max")
+
+
+def _count(config: ConfigFile, field: str) -> int:
+    """An integer that may be 0, which a missing one is."""
+    return 0 if config.get(field) in (None, 0) else config.integer(field)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """The attention half of a layer. `qkv` gives the query heads, or the compressed query that `q_norm` and `q` turn into
+    them; then the latent and its rotated key."""
+
+    norm: Norm
+    qkv: Packed
+    q_norm: Norm | None
+    q: Packed | None
+    latent_norm: Norm
+    expansion: mla.Expansion
+    out: Packed
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMlp:
+    """The feed-forward half of a layer with experts."""
+
+    norm: Norm
+    experts: Experts
+
+    def __call__(self, hidden: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        return self.experts(rms_norm(hidden, *self.norm), hidden, tokens.live)
+
+
+class LatentPass:
+    """What all layers of one pass share: angles, slots, tables. `rows` is the number of rows the pass is computed with."""
+
+    def __init__(
+        self,
+        c: DeepseekConfig,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        inputs: StepInputs,
+        rows: int,
+        kv: KvCache,
+        dtype: torch.dtype,
+        expansion: mla.Expansion,
+    ) -> None:
+        self._c = c
+        self._tokens = inputs.token_ids.shape[0]
+        self._slots = inputs.slots[0]
+        self._cos, self._sin = (table[inputs.positions] for table in tables)
+        batch = mla.LatentBatch(
+            inputs.kind is Kind.DECODE,
+            inputs.query_lens,
+            inputs.host_seq_lens,
+            inputs.seq_lens,
+            inputs.block_tables[0],
+            kv.block_size,
+        )
+        self._prepared = mla.prepare(batch, expansion)
+        self._mixed = torch.zeros(rows, c.heads * c.value, dtype=dtype, device=self._cos.device)
+
+    def attend(
+        self,
+        weights: LatentAttention,
+        hidden: torch.Tensor,
+        cache: torch.Tensor,
+        kept: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The attention half of a layer: hidden [R, d], which may be overwritten, plus what attention adds to it.
+
+        With `kept`, only of those rows; the latents of all are stored.
+        """
+        c = self._c
+        projected = linear(hidden, weights.qkv, norm=weights.norm)
+        first, latents = projected[:, : -c.rank - c.head_dim], projected[: self._tokens, -c.rank - c.head_dim :]
+        if weights.q is not None and weights.q_norm is not None:
+            first = linear(rms_norm(first, *weights.q_norm), weights.q)
+        q = first[: self._tokens].view(-1, c.heads, c.nope + c.head_dim)
+        mla.store_(
+            q, latents, *weights.latent_norm, self._cos, self._sin, cache, self._slots, interleaved=c.interleaved
+        )
+        mla.attention(q, latents, cache, self._prepared, weights.expansion, scale=c.scale, out=self._mixed)
+        if kept is None:
+            return linear(self._mixed, weights.out, plus=hidden)
+        return linear(self._mixed[kept], weights.out, plus=hidden[kept])
+
+
+class Deepseek(Decoder):
+    """See `lockstep_worker.models.Model`."""
+
+    _config: DeepseekConfig
+
+    def __init__(self, config: DeepseekConfig, *others: object) -> None:
+        super().__init__(config, *others)  # type: ignore[arg-type]
+        half = self._layers[0].attention
+        assert isinstance(half, LatentAttention)
+        device = half.expansion.weight.device
+        self._expansion = half.expansion
+        self._angles = latent_tables(config.rope, config.max_positions, config.head_dim, device)
+        self.generated_reusable = self.generated_reusable and device.type == "cpu"
+
+    def kv_specs(self) -> tuple[KvSpec, ...]:
+        c = self._config
+        return (KvSpec("latent", c.layers, 1, c.rank + c.head_dim, self._embedding.dtype, planes=1),)
+
+    def _pass(self, inputs: StepInputs, rows: int, kv: KvCache, dtype: torch.dtype) -> LatentPass:
+        return LatentPass(self._config, self._angles, inputs, rows, kv, dtype, self._expansion)
+
+
+def latent_tables(rope: Rope, positions: int, head_dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin float32 [positions, head_dim / 2], on the device."""
+    cos, sin = rope.cos_sin(positions, head_dim)
+    return cos.to(device, torch.float32), sin.to(device, torch.float32)
+
+
+def load(
+    config: ConfigFile,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    deterministic: bool,
+    progress: Progress,
+) -> Decoder:
+    """See `lockstep_worker.models.load_model`."""
+    c = read_config(config)
+
+    def feed_forward(weights: WeightSource, i: int, prefix: str) -> FeedForward:
+        norm, mlp = f"{prefix}post_attention_layernorm", f"{prefix}mlp."
+        if i < c.dense_layers:
+            return weights.mlp(norm, mlp, c.hidden, c.intermediate)
+
+        def take(name: str, *shape: int) -> torch.Tensor:
+            return weights.tensor(name, *shape, dtype=torch.float32 if name.endswith("correction_bias") else None)
+
+        experts = load_experts(
+            take,
+            checkpoint.__contains__,
+            mlp,
+            c.routing,
+            hidden=c.hidden,
+            width=c.expert_intermediate,
+            dtype=dtype,
+            device=device,
+            shared=c.shared_experts,
+            corrected=c.routing.scoring == "sigmoid",
+        )
+        return ExpertMlp(weights.norm(norm, c.hidden), experts)
+
+    def attention(weights: WeightSource, prefix: str) -> LatentAttention:
+        return _load_attention(c, weights, prefix)
+
+    return load_decoder(
+        c,
+        config,
+        checkpoint,
+        dtype,
+        device,
+        deterministic,
+        progress,
+        feed_forward,
+        attention=attention,
+        make=Deepseek,
+        routed_experts=c.dense_layers < c.layers,
+        ignored=_further_layers(config, checkpoint, c),
+    )
+
+
+def _load_attention(c: DeepseekConfig, weights: WeightSource, prefix: str) -> LatentAttention:
+    attention = f"{prefix}self_attn."
+    q_size, latent_size = c.heads * (c.nope + c.head_dim), c.rank + c.head_dim
+    first, size = ("q_proj", q_size) if c.q_rank is None else ("q_a_proj", c.q_rank)
+    names, sizes = [f"{attention}{first}", f"{attention}kv_a_proj_with_mqa"], [size, latent_size]
+    if c.qkv_bias and c.q_rank is None:  # a bias on the latents only
+        weight = torch.cat([weights.tensor(f"{n}.weight", s, c.hidden) for n, s in zip(names, sizes, strict=True)])
+        bias = torch.nn.functional.pad(weights.tensor(f"{names[1]}.bias", latent_size), (size, 0))
+        qkv = pack(weight, bias)
+    else:
+        qkv = weights.linear(names, sizes, c.hidden, bias=c.qkv_bias)
+    q_norm = q = None
+    if c.q_rank is not None:
+        q_norm = weights.norm(f"{attention}q_a_layernorm", c.q_rank)._replace(eps=LATENT_EPS)
+        q = weights.linear([f"{attention}q_b_proj"], [q_size], c.q_rank)
+    expansion = weights.tensor(f"{attention}kv_b_proj.weight", c.heads * (c.nope + c.value), c.rank)
+    return LatentAttention(
+        weights.norm(f"{prefix}input_layernorm", c.hidden),
+        qkv,
+        q_norm,
+        q,
+        weights.norm(f"{attention}kv_a_layernorm", c.rank)._replace(eps=LATENT_EPS),
+        mla.pack(expansion, c.heads, c.nope),
+        weights.linear([f"{attention}o_proj"], [c.hidden], c.heads * c.value, bias=c.out_bias),
+    )
+
+
+def _further_layers(config: ConfigFile, checkpoint: Checkpoint, c: DeepseekConfig) -> tuple[str, ...]:
+    """Names of the layers that predict further tokens, which V3 checkpoints hold after the model's own: not used here."""
+    count = _count(config, "num_nextn_predict_layers")
+    prefixes = tuple(f"model.layers.{c.layers + i}." for i in range(count))
+    return tuple(name for name, _, _ in checkpoint.headers() if prefixes and name.startswith(prefixes))

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    lines = "\n".join(f"  {name:<8}{about}" for name, (about, _) in _COMMANDS.items())
+    lines = "\n".join(f"  {name:<9}{about}" for name, (about, _) in _COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="lockstep",
         usage="lockstep COMMAND ...",
@@ -70,6 +70,12 @@ def _chat(argv: Sequence[str]) -> int:
     return run(argv)
 
 
+def _profile(argv: Sequence[str]) -> int:
+    from lockstep_cli.profile import run
+
+    return run(argv)
+
+
 def _bench(argv: Sequence[str]) -> int:
     """lockstep-bench stands above this package: it is looked up, never imported."""
     if importlib.util.find_spec("lockstep_bench") is None:
@@ -85,6 +91,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "model": ("fetch and list models", _model),
     "chat": ("talk to a model", _chat),
     "bench": ("measure", _bench),
+    "profile": ("record a running worker's steps in a trace", _profile),
 }
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Asks the processes of a running stack whether they are ready, and workers how far they have loaded."""
+"""Asks the processes of a running stack whether they are ready, and workers how far they have loaded and what they do."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
 import grpc
 import grpc.aio
@@ -96,3 +97,32 @@ async def _first_line(reader: asyncio.StreamReader, writer: asyncio.StreamWriter
         return (await reader.readline()).strip()
     finally:
         writer.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A worker's profile: how many steps it holds, and a gzipped JSON file in Chrome's trace format."""
+
+    steps: int
+    data: bytes
+
+
+async def record_profile(
+    worker: str, steps: int, *, timeout_s: float = 60.0, security: rpc.Security = rpc.PLAIN
+) -> Trace:
+    """Records the next `steps` steps of the worker at `host:port`, or those that run within `timeout_s`.
+
+    LockstepError if none runs, another recording is under way, or the worker does not answer.
+    """
+    request = worker_pb2.ProfileRequest(steps=steps, timeout_ms=int(timeout_s * 1000))
+    pieces: list[bytes] = []
+    recorded = 0
+    async with rpc.open_channel(worker, security) as channel:
+        call = worker_pb2_grpc.WorkerStub(channel).Profile(request, metadata=rpc.call_metadata(security))
+        try:
+            async for piece in call:
+                recorded = piece.steps
+                pieces.append(piece.data)
+        except grpc.RpcError as error:
+            raise rpc.from_rpc_error(error, f"worker {worker}") from error
+    return Trace(recorded, b"".join(pieces))

@@ -42,7 +42,7 @@ def main() -> None:
         collective_deadline_s=settings.collective_deadline_s,
         reform_timeout_s=settings.reform_timeout_s,
     )
-    driver = Driver(runner, PlanLog())
+    driver = Driver(runner, PlanLog(), timeline=runner.timeline)
     runner.report = driver.report
     if settings.metrics_port:
         expose(driver, settings.host, settings.metrics_port)

@@ -10,10 +10,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from typing import TypeVar
 
 from lockstep_common.errors import LockstepError, Unavailable
 from lockstep_common.steps import GroupConfig, Plan, WorkerFacts
+from lockstep_worker.profile import DONE, STARTED, Timeline
 from lockstep_worker.protocol import Coalescer, Engine, GroupLost, PlanLog, StepResult
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -33,11 +37,19 @@ class Driver:
     """Runs an engine on a thread of its own and records in `plans` what came of it.
 
     `changed` is called on the step thread whenever an outcome was recorded or the state changed; it must not block.
+    `timeline` takes the moments of plans; the engine may mark its own there.
     """
 
-    def __init__(self, engine: Engine, plans: PlanLog, changed: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        plans: PlanLog,
+        changed: Callable[[], None] = lambda: None,
+        timeline: Timeline | None = None,
+    ) -> None:
         self.plans = plans
         self.changed = changed
+        self.timeline = timeline or Timeline()
         self.state = State.LOADING
         self.message = ""
         self.loaded = 0.0
@@ -61,15 +73,24 @@ class Driver:
 
     def configure(self, group: GroupConfig) -> Future[WorkerFacts]:
         """Joins a group once the running plan has ended; the same request again gets the same answer."""
-        answer: Future[WorkerFacts] = Future()
+        return self.between_plans(lambda: self._configure(group), "configure")
+
+    def between_plans(self, work: Callable[[], T], what: str) -> Future[T]:
+        """Does `work` on the step thread once the plans submitted before have ended, unless it is cancelled before.
+
+        A LockstepError goes to the caller only; any other exception is the engine's end.
+        """
+        answer: Future[T] = Future()
 
         def job() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return
             try:
-                answer.set_result(self._configure(group))
+                answer.set_result(work())
             except LockstepError as error:
                 answer.set_exception(error)
             except BaseException as error:
-                answer.set_exception(LockstepError(f"configure failed: {error}"))
+                answer.set_exception(LockstepError(f"{what} failed: {error}"))
                 raise
 
         if self.state == State.FAILED:
@@ -146,6 +167,7 @@ class Driver:
         if self.group is None or not self.plans.start(plan):
             return
         start_ns = time.perf_counter_ns()
+        self.timeline.mark(STARTED, plan.header.seq)
         self._open.append(
             Coalescer(
                 plan.header,
@@ -166,6 +188,7 @@ class Driver:
             self.tokens += len(result.words)
             now_ns = time.perf_counter_ns()
             oldest = self._open[0]
+            self.timeline.mark(DONE, oldest.seq, oldest.done)
             if oldest.add(result, now_ns):
                 self.plans.record(oldest.flush(self.plans.turnaround(oldest.seq, oldest.notice_ns)))
                 self.changed()

@@ -323,6 +323,11 @@ class Coalescer:
         self._sent_ns = self._last_ns = now_ns
 
     @property
+    def done(self) -> int:
+        """Steps whose results were added."""
+        return self._sent + len(self._pending)
+
+    @property
     def complete(self) -> bool:
         """All steps were flushed."""
         return self._sent == self._steps
@@ -333,12 +338,11 @@ class Coalescer:
             self._oldest_ns = now_ns
         self._pending.append(result)
         step_ns, self._last_ns = now_ns - self._last_ns, now_ns
-        done = self._sent + len(self._pending)
-        if done == self._notice:
+        if self.done == self._notice:
             self.notice_ns = now_ns
             return True
         return (
-            done == self._steps
+            self.done == self._steps
             or now_ns - self._oldest_ns + step_ns > MAX_AGE_NS
             or bool(np.bitwise_or.reduce(result.words) & URGENT_BITS)
         )

@@ -41,6 +41,7 @@ from lockstep_worker.graphs import DecodeGraphs
 from lockstep_worker.inputs import StepInputs
 from lockstep_worker.kv import KvCache
 from lockstep_worker.models import Model
+from lockstep_worker.profile import APPLIED, LAUNCHED, Timeline
 from lockstep_worker.protocol import END_BITS, StepResult
 from lockstep_worker.rows import FAULT_BIT, I64, NO_WORD, Batch, Rows, row_numbers
 from lockstep_worker.sampling import Sampled, Sampler, SamplingRows, Variant, Wanted, top_logprobs_of
@@ -123,6 +124,7 @@ class Runner:
         """`load` takes a progress callback; `report` takes messages about collectives that missed their deadline."""
         self._load = load
         self.report = report
+        self.timeline = Timeline()
         self._deadline_s = collective_deadline_s
         self._timeout_s = reform_timeout_s
         self._group: Group = Alone(0)
@@ -166,6 +168,7 @@ class Runner:
         """Applies a plan and runs it; up to `lag` steps stay in flight at its end."""
         with torch.inference_mode():  # halves the cost of a small operation
             self._apply(plan.body)
+            self.timeline.mark(APPLIED, plan.header.seq)
             if plan.header.kind == Kind.PREFILL:
                 yield from self._prefill(plan)
             elif self._graphs is not None and (variant := self._variant(plan.body.rows)) is not Variant.EAGER:
@@ -200,6 +203,7 @@ class Runner:
                 self._in_flight.append(self._nothing)
                 continue
             self._in_flight.append(_InFlight(graphs.launch(rows, variant), generations, self._mark()))
+            self.timeline.mark(LAUNCHED, plan.header.seq, step)
             yield from self.poll(wait=False)
         self._rows.host_lengths[rows] += plan.header.k
 
@@ -236,6 +240,7 @@ class Runner:
         )
         self._rows.sampling.count(batch.sampling.shaped, sampled.tokens)
         self._copy_out(batch, batch.advance(sampled), sampled)
+        self.timeline.mark(LAUNCHED, seq, step)
 
     def _apply(self, body: Body) -> None:
         self._regroup = False

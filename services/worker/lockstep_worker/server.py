@@ -15,7 +15,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from lockstep_common import rpc
-from lockstep_common.errors import Conflict, InvalidRequest, LockstepError, Unavailable
+from lockstep_common.errors import Conflict, DeadlineExceeded, InvalidRequest, LockstepError, Unavailable
 from lockstep_common.steps import (
     NO_U32,
     U32,
@@ -34,12 +34,16 @@ from lockstep_common.steps import (
 )
 from lockstep_proto.v1 import worker_pb2, worker_pb2_grpc
 from lockstep_worker.driver import Driver, State
+from lockstep_worker.profile import RECEIVED, SENT, Recording
 
 log = logging.getLogger(__name__)
 
 SERVICE = "lockstep.v1.Worker"
 _GOODBYE_S = 1.0  # how long a stopping worker goes on sending outcomes
 _DEFAULT_INTERVAL_MS = 1000
+_DEFAULT_PROFILE_MS = 60_000
+_PROFILE_POLL_S = 0.01
+_PIECE_BYTES = 1 << 20
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -70,6 +74,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
         self._plans = driver.plans
         self._owner: _Stream | None = None
         self._watchers: set[asyncio.Event] = set()  # one a Status call
+        self._recording = asyncio.Lock()
         self._seen = (driver.state, driver.message)
         self.on_state: Callable[[State], None] = lambda state: None
         loop = asyncio.get_running_loop()
@@ -143,6 +148,38 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
             loaded=driver.loaded,
         )
 
+    async def Profile(
+        self, request: worker_pb2.ProfileRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.ProfilePiece]:
+        try:
+            if self._recording.locked():
+                raise Conflict("a profile is being recorded already; wait until it is done")
+            async with self._recording:
+                steps, trace = await self._record(
+                    max(1, request.steps), (request.timeout_ms or _DEFAULT_PROFILE_MS) / 1000
+                )
+        except LockstepError as error:
+            await rpc.abort(context, error)
+        for start in range(0, len(trace), _PIECE_BYTES):
+            yield worker_pb2.ProfilePiece(steps=steps, data=trace[start : start + _PIECE_BYTES])
+
+    async def _record(self, steps: int, timeout_s: float) -> tuple[int, bytes]:
+        """(steps that ran, their trace). The profiler is switched on and off by the thread that runs the steps."""
+        driver = self._driver
+        if driver.state != State.READY:
+            raise Unavailable("this worker is in no group, so it runs no steps to record")
+        recording = Recording(driver.timeline)
+        try:
+            await asyncio.wrap_future(driver.between_plans(recording.start, "starting a profile"))
+            before, deadline = driver.steps, time.monotonic() + timeout_s
+            while driver.steps - before < steps and driver.state == State.READY and time.monotonic() < deadline:
+                await asyncio.sleep(_PROFILE_POLL_S)
+        finally:
+            await asyncio.shield(asyncio.wrap_future(driver.between_plans(recording.stop, "stopping a profile")))
+        if driver.steps == before:
+            raise DeadlineExceeded(f"no step ran within {timeout_s:g} s: profile while requests run")
+        return driver.steps - before, await asyncio.to_thread(recording.trace)
+
     async def Steps(self, request_iterator: AsyncIterator[worker_pb2.Plan], context: Context) -> None:  # type: ignore[override]
         stream = _Stream()
         receiving = asyncio.create_task(self._receive(context, stream))
@@ -165,6 +202,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
             if self._driver.state == State.FAILED:
                 raise self._failure()
             plan = plan_from(message)
+            self._driver.timeline.mark(RECEIVED, plan.header.seq)
             fresh = self._plans.accept(plan, now_ns)
             if self._owner is not stream:
                 self._end_owner(Conflict(f"another stream took over with term {plan.body.term}"))
@@ -179,6 +217,8 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
             stream.news.clear()
             if self._owner is stream and (outcomes := self._plans.take()):
                 await context.write(worker_pb2.Outcomes(plans=[outcome_message(outcome) for outcome in outcomes]))
+                for outcome in outcomes:
+                    self._driver.timeline.mark(SENT, outcome.seq, outcome.first + outcome.steps - 1)
 
     def _end_owner(self, error: LockstepError) -> None:
         if self._owner is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -20,8 +20,10 @@ import grpc.aio
 import numpy as np
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from lockstep_bench.backends import Generation
+from lockstep_bench.stats import Served
 from lockstep_common import rpc
-from lockstep_common.errors import DeadlineExceeded, LockstepError, Unavailable
+from lockstep_common.errors import ConfigError, DeadlineExceeded, LockstepError, Unavailable
 from lockstep_common.steps import F32, NO_F32, NO_U32, U32, Sampling, f32, u32, u64
 from lockstep_proto.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 
@@ -366,3 +368,35 @@ async def wait_serving(
         if time.monotonic() > deadline:
             raise DeadlineExceeded(f"{address} is not serving {service or 'anything'} after {timeout:g} s")
         await asyncio.sleep(0.05)
+
+
+class SessionBackend:
+    """A scheduler's own door as a backend of `lockstep bench serve`: without text, so nobody knows the model's EOS ids."""
+
+    def __init__(self, session: SchedulerSession, generation: Generation) -> None:
+        self._session = session
+        self._sampling = Sampling(temperature=generation.temperature, max_tokens=generation.output_len)
+
+    @classmethod
+    async def connect(cls, address: str, generation: Generation) -> Self:
+        if not generation.ignore_eos:
+            raise ConfigError("a scheduler knows no end-of-sequence ids: leave --ignore-eos on, or measure a router")
+        return cls(await SchedulerSession.open(address), generation)
+
+    def prepare(self, prompt: Sequence[int]) -> U32:
+        return np.asarray(prompt, np.uint32)
+
+    async def complete(self, request: U32) -> Served:
+        submitted = self._session.submit(request, self._sampling)
+        chunks: list[float] = []
+        tokens = 0
+        async for piece in submitted:
+            if len(piece.tokens):
+                chunks.append(piece.at)
+                tokens += len(piece.tokens)
+        if not chunks:
+            raise LockstepError("the answer has no token")
+        return Served(submitted.sent, tuple(chunks), time.perf_counter(), len(request), tokens)
+
+    async def close(self) -> None:
+        await self._session.close()

@@ -1,4 +1,4 @@
-"""A load generator for any OpenAI-compatible completions endpoint; latencies are defined as by `vllm bench serve`.
+"""A load generator for running servers, over REST or gRPC; latencies are defined as by `vllm bench serve`.
 
 Prompts are random token ids, all different, so that a prefix cache does not help. A closed loop keeps `concurrency`
 requests in flight; an open one sends them at Poisson times, whatever the server does.
@@ -7,23 +7,26 @@ requests in flight; an open one sends them at Poisson times, whatever the server
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lockstep_bench.sse import DONE, Connection, Url
+from lockstep_bench.backends import Backend, Generation, connect
 from lockstep_bench.stats import Served, goodput, summarize
-from lockstep_common.errors import LockstepError, Unavailable
+from lockstep_common.errors import LockstepError
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What to send. `request_rate` (requests/s) makes it an open loop; `concurrency` then caps what is in flight (0: no cap)."""
+    """What to send, and to which door (see `backends`).
+
+    `request_rate` (requests/s) makes it an open loop; `concurrency` then caps what is in flight (0: no cap).
+    """
 
     url: str
+    backend: str = "rest"
     model: str = ""
     num_prompts: int = 64
     concurrency: int = 1
@@ -36,10 +39,6 @@ class Workload:
     api_key: str = ""
     warmups: int = 1
     temperature: float = 0.0
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,62 +55,24 @@ async def run(work: Workload, pause: float = 0.0) -> Outcome:
 
     Failures of single requests are counted, not raised; failing warm-ups are raised.
     """
-    url = Url.parse(work.url)
-    model = work.model or await first_model(url, work.headers)
-    rng = random.Random(work.seed)
-    bodies = [_body(work, model, rng) for _ in range(work.warmups + work.num_prompts)]
-    connection = Connection(url, work.headers)
-    for body in bodies[: work.warmups]:
-        await complete(connection, body, work.input_len)
-    connection.close()
-    pending = bodies[work.warmups :]
-    start = time.perf_counter()
-    if work.request_rate > 0:
-        results = await _open_loop(work, url, pending, rng)
-    else:
-        results = await _closed_loop(work, url, pending, pause)
-    duration = time.perf_counter() - start
+    generation = Generation(work.model, work.input_len, work.output_len, work.temperature, work.ignore_eos)
+    backend = await connect(work.backend, work.url, generation, work.api_key)
+    try:
+        rng = random.Random(work.seed)
+        requests = [backend.prepare(_prompt(work, rng)) for _ in range(work.warmups + work.num_prompts)]
+        for request in requests[: work.warmups]:
+            await backend.complete(request)
+        pending = requests[work.warmups :]
+        start = time.perf_counter()
+        if work.request_rate > 0:
+            results = await _open_loop(work, backend, pending, rng)
+        else:
+            results = await _closed_loop(work, backend, pending, pause)
+        duration = time.perf_counter() - start
+    finally:
+        await backend.close()
     served = tuple(r for r in results if isinstance(r, Served))
     return Outcome(served, tuple(r for r in results if isinstance(r, str)), duration)
-
-
-async def first_model(url: Url, headers: Mapping[str, str]) -> str:
-    connection = Connection(url, headers)
-    try:
-        status, body = await connection.fetch("GET", "/v1/models")
-    finally:
-        connection.close()
-    models = json.loads(body)["data"] if status == 200 else []
-    if not models:
-        raise Unavailable(f"{url.host}:{url.port}/v1/models names no model (HTTP {status}); give --model")
-    name: str = models[0]["id"]
-    return name
-
-
-async def complete(connection: Connection, body: bytes, input_tokens: int) -> Served:
-    """Sends one streamed completion and times its chunks. LockstepError if it fails or ends without usage or finish."""
-    chunks: list[float] = []
-    finish = usage = None
-    done = False
-    sent = time.perf_counter()
-    async for event in connection.stream("POST", "/v1/completions", body):
-        if event.data == DONE:
-            done = True
-            continue
-        message = json.loads(event.data)
-        if "error" in message:
-            raise LockstepError(f"in-band error: {str(message['error'])[:300]}")
-        usage = message.get("usage") or usage
-        for choice in message["choices"]:
-            finish = choice.get("finish_reason") or finish
-            if choice.get("text") or not choice.get("finish_reason"):
-                chunks.append(event.at)
-    finished = time.perf_counter()
-    if not (done and finish and usage and chunks):
-        raise LockstepError(
-            f"the stream was incomplete: done={done}, finish={finish}, usage={usage}, chunks={len(chunks)}"
-        )
-    return Served(sent, tuple(chunks), finished, usage.get("prompt_tokens", input_tokens), usage["completion_tokens"])
 
 
 def summary(work: Workload, outcome: Outcome, limits: Mapping[str, float] | None = None) -> dict[str, Any]:
@@ -132,17 +93,21 @@ def summary(work: Workload, outcome: Outcome, limits: Mapping[str, float] | None
     }
     if limits:
         row["goodput_per_s"] = goodput(served, limits, outcome.duration)
-    series: dict[str, Sequence[float]] = {
+    for name, values in latency_series(served).items():
+        for key, value in asdict(summarize(v * 1e3 for v in values)).items():
+            if key != "count":
+                row[f"{name}_{key}_ms"] = value
+    return row
+
+
+def latency_series(served: Sequence[Served]) -> dict[str, list[float]]:
+    """Seconds by name, over all requests."""
+    return {
         "ttft": [r.ttft for r in served],
         "tpot": [r.tpot for r in served if r.output_tokens > 1],
         "itl": [gap for r in served for gap in r.itl],
         "e2el": [r.e2el for r in served],
     }
-    for name, values in series.items():
-        for key, value in asdict(summarize(v * 1e3 for v in values)).items():
-            if key != "count":
-                row[f"{name}_{key}_ms"] = value
-    return row
 
 
 def brief(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,62 +117,43 @@ def brief(row: Mapping[str, Any]) -> dict[str, Any]:
     return {key: row[key] for key in (*keys, *latencies) if row.get(key) is not None}
 
 
-async def _closed_loop(work: Workload, url: Url, bodies: list[bytes], pause: float) -> list[Served | str]:
+async def _closed_loop(work: Workload, backend: Backend, requests: list[Any], pause: float) -> list[Served | str]:
     results: list[Served | str] = []
-    waiting = iter(bodies)
+    waiting = iter(requests)
 
     async def client() -> None:
-        connection = Connection(url, work.headers)
-        for body in waiting:
-            results.append(await _attempt(connection, body, work.input_len))
+        for request in waiting:
+            results.append(await _attempt(backend, request))
             await asyncio.sleep(pause)
-        connection.close()
 
     await asyncio.gather(*(client() for _ in range(max(1, work.concurrency))))
     return results
 
 
-async def _open_loop(work: Workload, url: Url, bodies: list[bytes], rng: random.Random) -> list[Served | str]:
-    idle: list[Connection] = []
-    gate = asyncio.Semaphore(work.concurrency or len(bodies))
+async def _open_loop(work: Workload, backend: Backend, requests: list[Any], rng: random.Random) -> list[Served | str]:
+    gate = asyncio.Semaphore(work.concurrency or len(requests))
 
-    async def one(body: bytes) -> Served | str:
+    async def one(request: Any) -> Served | str:
         async with gate:
-            connection = idle.pop() if idle else Connection(url, work.headers)
-            result = await _attempt(connection, body, work.input_len)
-            idle.append(connection)
-            return result
+            return await _attempt(backend, request)
 
     loop = asyncio.get_running_loop()
     due = loop.time()
     tasks = []
-    for body in bodies:
+    for request in requests:
         await asyncio.sleep(max(0.0, due - loop.time()))
-        tasks.append(asyncio.create_task(one(body)))
+        tasks.append(asyncio.create_task(one(request)))
         due += rng.expovariate(work.request_rate)  # due times do not drift when sending is late
-    results = await asyncio.gather(*tasks)
-    for connection in idle:
-        connection.close()
-    return results
+    return await asyncio.gather(*tasks)
 
 
-async def _attempt(connection: Connection, body: bytes, input_tokens: int) -> Served | str:
+async def _attempt(backend: Backend, request: Any) -> Served | str:
     try:
-        return await complete(connection, body, input_tokens)
+        return await backend.complete(request)
     except (LockstepError, OSError, ValueError, KeyError) as error:
-        connection.close()
         return f"{type(error).__name__}: {error}"
 
 
-def _body(work: Workload, model: str, rng: random.Random) -> bytes:
+def _prompt(work: Workload, rng: random.Random) -> list[int]:
     low, high = work.vocab
-    request = {
-        "model": model,
-        "prompt": [rng.randrange(low, high) for _ in range(work.input_len)],
-        "max_tokens": work.output_len,
-        "temperature": work.temperature,
-        "ignore_eos": work.ignore_eos,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    return json.dumps(request).encode()
+    return [rng.randrange(low, high) for _ in range(work.input_len)]

@@ -21,7 +21,7 @@ errors = Console(stderr=True)
 
 
 def log(line: str) -> None:
-    errors.print(line, markup=False, highlight=False)
+    errors.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def add_output_flags(parser: argparse.ArgumentParser) -> None:

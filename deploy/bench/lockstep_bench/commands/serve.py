@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from pathlib import Path
 
-from lockstep_bench import serve
+from lockstep_bench import plots, serve
+from lockstep_bench.backends import ADDRESSES
 from lockstep_bench.commands import add_output_flags, finish, log, numbers
 from lockstep_bench.stats import parse_objectives
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_output_flags(parser)
-    parser.add_argument("--base-url", default="http://127.0.0.1:8000")
-    parser.add_argument("--model", default="", help="default: the first one that /v1/models names")
+    parser.add_argument(
+        "--backend", choices=tuple(ADDRESSES), default="rest",
+        help="rest: any OpenAI-compatible server; grpc: a router's gRPC door; scheduler: a scheduler's own door",
+    )  # fmt: skip
+    defaults = ", ".join(f"{address} for {backend}" for backend, address in ADDRESSES.items())
+    parser.add_argument("--base-url", default="", metavar="ADDRESS", help=f"default: {defaults}")
+    parser.add_argument("--model", default="", help="default: the first one that the server names")
     parser.add_argument("--num-prompts", type=int, default=64)
     parser.add_argument(
         "--max-concurrency", "--concurrency", type=int, help="closed loop: requests in flight (default 1)"
@@ -30,11 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--goodput", nargs="*", default=[], metavar="NAME:MS", help="ttft:200 tpot:50 e2el:5000")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--api-key", default="")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the distributions (needs matplotlib)")
 
 
 def run(args: argparse.Namespace) -> int:
     work = serve.Workload(
-        url=args.base_url,
+        url=args.base_url or ADDRESSES[args.backend],
+        backend=args.backend,
         model=args.model,
         num_prompts=args.num_prompts,
         concurrency=args.max_concurrency if args.max_concurrency is not None else int(not args.request_rate),
@@ -49,10 +58,21 @@ def run(args: argparse.Namespace) -> int:
         temperature=args.temperature,
     )
     limits = parse_objectives(args.goodput)
+    if args.plot is not None:
+        plots.check()
     outcome = asyncio.run(serve.run(work))
     row = serve.summary(work, outcome, limits)
     for message in outcome.errors[:3]:
         log(f"failed request: {message}")
-    settings = {"base_url": work.url, "input_len": work.input_len, "output_len": work.output_len, "seed": work.seed}
+    if args.plot is not None:
+        plots.latencies(args.plot, outcome.served, f"{work.backend} {work.url}")
+        log(f"drawn in {args.plot}")
+    settings = {
+        "backend": work.backend,
+        "base_url": work.url,
+        "input_len": work.input_len,
+        "output_len": work.output_len,
+        "seed": work.seed,
+    }
     code = finish(args, "serve", settings, [row], [], "Served", shown=[serve.brief(row)])
     return code or int(bool(outcome.errors))

@@ -1,4 +1,5 @@
-"""A request's tokens and logprobs are the same bits whatever happens around it: fp32, deterministic mode, real processes.
+"""A request's tokens and logprobs are the same bits whatever happens around it: deterministic mode, real processes, in
+float32 and in bfloat16, where prompt tokens and generated ones are computed by different products.
 
 One reference (each request alone, one step a plan, whole prompts, no prefix known) is compared with runs under every
 circumstance that changes how the same tokens are computed.
@@ -15,6 +16,7 @@ from typing import Any
 
 import grpc.aio
 import pytest
+import torch
 from tokenizers import Tokenizer
 
 from lockstep_bench.client import Answer, SchedulerSession
@@ -68,11 +70,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("bits") / "tiny")
 
 
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def reference(model: Path) -> Iterator[list[Answer]]:
+def reference(model: Path, dtype: str) -> Iterator[list[Answer]]:
     async def compute() -> list[Answer]:
         async with (
-            stack(model, scheduler={"max_window": 1, "max_num_seqs": 8}, with_router=False) as s,
+            stack(
+                model,
+                worker={"dtype": dtype},
+                scheduler={"max_window": 1, "max_num_seqs": 8},
+                with_router=False,
+            ) as s,
             s.session() as session,
         ):
             answers = await alone(session)
@@ -87,9 +99,10 @@ def reference(model: Path) -> Iterator[list[Answer]]:
     yield answers
 
 
-async def test_batch_prefix_hit_and_doors(model: Path, reference: list[Answer]) -> None:
+async def test_batch_prefix_hit_and_doors(model: Path, dtype: str, reference: list[Answer]) -> None:
     """Windows of 8; alone, in a batch of 8, with a known prefix; then REST and gRPC, streamed and plain."""
-    async with stack(model, scheduler={"max_window": 8, "max_num_seqs": 8}) as s, s.session() as session:
+    flags = {"max_window": 8, "max_num_seqs": 8}
+    async with stack(model, worker={"dtype": dtype}, scheduler=flags) as s, s.session() as session:
         assert_same(await alone(session, "alone"), reference, "window 8, alone")
         assert_same(await together(session, "batch"), reference, "window 8, batch of 8")
         again = await together(session, "batch")
@@ -98,17 +111,18 @@ async def test_batch_prefix_hit_and_doors(model: Path, reference: list[Answer]) 
             assert answer.cached == (len(prompt) - 1) // BLOCK * BLOCK, (
                 "a full hit still computes the last prompt token"
             )
+        await check_next_turns(session, reference)
         await check_doors(s, model, reference)
         await s.idle()
 
 
 @pytest.mark.parametrize("budget", [BLOCK, 24])
-async def test_chunked_prefill(model: Path, reference: list[Answer], budget: int) -> None:
+async def test_chunked_prefill(model: Path, dtype: str, reference: list[Answer], budget: int) -> None:
     """Prompts in chunks of at most `budget` tokens, also across block borders, beside running rows."""
     async with (
         stack(
             model,
-            worker={"max_num_batched_tokens": budget},
+            worker={"max_num_batched_tokens": budget, "dtype": dtype},
             scheduler={"max_num_batched_tokens": budget, "max_window": 4, "max_num_seqs": 8},
             with_router=False,
         ) as s,
@@ -119,15 +133,16 @@ async def test_chunked_prefill(model: Path, reference: list[Answer], budget: int
         assert_same(await together(session, "b"), reference, f"chunks of {budget}, prefix known")
 
 
-async def test_preemption(model: Path, reference: list[Answer]) -> None:
+async def test_preemption(model: Path, dtype: str, reference: list[Answer]) -> None:
     """A pool that holds about half of what the batch grows to: rows are removed and added again."""
     shape = Shape()
-    block_bytes = 2 * shape.layers * shape.kv_heads * (shape.hidden // shape.heads) * 4 * BLOCK
+    size = getattr(torch, dtype).itemsize
+    block_bytes = 2 * shape.layers * shape.kv_heads * (shape.hidden // shape.heads) * size * BLOCK
     pool = 26 * block_bytes / 2**30
     async with (
         stack(
             model,
-            worker={"kv_cache_memory_gb": f"{pool:.9f}", "max_model_len": 256},
+            worker={"kv_cache_memory_gb": f"{pool:.9f}", "max_model_len": 256, "dtype": dtype},
             scheduler={"max_window": 8, "max_num_seqs": 8, "max_model_len": 256},
             with_router=False,
         ) as s,
@@ -141,10 +156,11 @@ async def test_preemption(model: Path, reference: list[Answer]) -> None:
 
 
 @pytest.mark.parametrize("window", [1, 8])
-async def test_coupled_ranks(model: Path, reference: list[Answer], window: int) -> None:
+async def test_coupled_ranks(model: Path, dtype: str, reference: list[Answer], window: int) -> None:
     """Two ranks that take every step together, with placeholders where one has nothing to do."""
+    flags = {"max_window": window, "max_num_seqs": 8}
     async with (
-        stack(model, coupled=2, scheduler={"max_window": window, "max_num_seqs": 8}, with_router=False) as s,
+        stack(model, coupled=2, worker={"dtype": dtype}, scheduler=flags, with_router=False) as s,
         s.session() as session,
     ):
         assert_same(await alone(session, "a"), reference, f"dp 2, window {window}, alone")
@@ -153,11 +169,14 @@ async def test_coupled_ranks(model: Path, reference: list[Answer], window: int) 
         await s.idle()
 
 
-async def test_choices_of_one_request(model: Path) -> None:
+async def test_choices_of_one_request(model: Path, dtype: str) -> None:
     """n seeded choices differ from each other, and are the same set again, alone or beside others."""
     prompt = jobs()[6][0]
     sampling = replace(SEEDED, seed=7, temperature=1.0)
-    async with stack(model, scheduler={"max_num_seqs": 8}, with_router=False) as s, s.session() as session:
+    async with (
+        stack(model, worker={"dtype": dtype}, scheduler={"max_num_seqs": 8}, with_router=False) as s,
+        s.session() as session,
+    ):
         first = await session.submit(prompt, sampling, n=4).answer()
         assert len(set(first.tokens)) == 4
         noise = [session.submit(p, replace(o, seed=99), salt="noise") for p, o in jobs()[:4]]
@@ -166,6 +185,19 @@ async def test_choices_of_one_request(model: Path) -> None:
         await gather_in_order(*(r.answer() for r in noise))
         assert (again.tokens, again.logprobs) == (first.tokens, first.logprobs)
         assert one.tokens[0] == first.tokens[0]
+
+
+async def check_next_turns(session: SchedulerSession, reference: list[Answer]) -> None:
+    """Prompts that begin with a conversation of before: its blocks, generated tokens among them, are known or they are not."""
+    turns = [
+        ([*prompt, *answer.tokens[0], 7, 8, 9], sampling)
+        for (prompt, sampling), answer in zip(jobs(), reference, strict=True)
+    ]
+    known = [await session.submit(tokens, s, salt=f"batch{i}").answer() for i, (tokens, s) in enumerate(turns)]
+    fresh = [await session.submit(tokens, s, salt=f"fresh{i}").answer() for i, (tokens, s) in enumerate(turns)]
+    assert sum(a.cached for a in known) >= sum(len(p) // BLOCK * BLOCK for p, _ in jobs()) > 0
+    assert sum(a.cached for a in fresh) == 0
+    assert_same(known, fresh, "next turn, conversation known")
 
 
 async def check_doors(s: Stack, model: Path, reference: list[Answer]) -> None:

@@ -6,22 +6,39 @@ from dataclasses import dataclass
 
 import torch
 
+from lockstep_kernels.checks import check_shape
+
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
     """B sequences with the new tokens of each one after the other: query_lens[i] of them, the last of seq_lens[i] positions.
 
     Position p of sequence i lies in slot block_table[i, p // block_size] * block_size + p % block_size.
+    A decode step on CUDA has `lens` and `max_seq_len`: one new token a sequence. There the host may leave query_lens and
+    seq_lens empty, as a captured step must; a sequence of length 0 then stands for none, and its row becomes zeros.
     """
 
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
     block_table: torch.Tensor  # [B, W] int64
     block_size: int
+    lens: torch.Tensor | None = None  # [B] int64: seq_lens on the device
+    max_seq_len: int = 0  # the host's bound on `lens`: longer ones are cut
 
     def __post_init__(self) -> None:
-        if not len(self.query_lens) == len(self.seq_lens) == self.block_table.shape[0]:
+        sequences, width = self.block_table.shape
+        if self.lens is not None:
+            check_shape("lens", self.lens, (sequences,))
+            if not 0 < self.max_seq_len <= width * self.block_size:
+                raise ValueError(f"sequences of up to {self.max_seq_len} positions do not fit their block tables")
+            if any(new != 1 for new in self.query_lens):
+                raise ValueError(f"a decode step has one new token a sequence, not {self.query_lens}")
+        if self.lens is None or self.query_lens or self.seq_lens:
+            self._check_lengths(sequences, width * self.block_size)
+
+    def _check_lengths(self, sequences: int, room: int) -> None:
+        if not len(self.query_lens) == len(self.seq_lens) == sequences:
             raise ValueError("query_lens, seq_lens and block_table disagree about the number of sequences")
         for new, total in zip(self.query_lens, self.seq_lens, strict=True):
-            if not 0 < new <= total <= self.block_table.shape[1] * self.block_size:
+            if not 0 < new <= total <= room:
                 raise ValueError(f"a sequence of {total} positions with {new} new ones does not fit its block table")

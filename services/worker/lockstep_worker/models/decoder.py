@@ -98,9 +98,7 @@ class Tokens:
     """What a feed-forward part may ask about the R rows of hidden states it is given."""
 
     kind: Kind
-    live: (
-        torch.Tensor | None
-    )  # [R] bool: rows of running sequences, the others count for nothing; None if not asked for
+    live: torch.Tensor | None  # [R] bool: rows of living sequences, the others are routed to no expert; None: all
 
     def of(self, kept: torch.Tensor) -> Tokens:
         """Of the rows `kept` only."""
@@ -153,8 +151,11 @@ class Layer:
 class WeightSource:
     """The tensors of a checkpoint on the device, as ops take them."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, eps: float) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, eps: float, deterministic: bool
+    ) -> None:
         self.checkpoint = checkpoint
+        self.deterministic = deterministic
         self.dtype = dtype
         self.device = device
         self._eps = eps
@@ -170,13 +171,14 @@ class WeightSource:
     def linear(self, names: Sequence[str], sizes: Sequence[int], in_features: int, *, bias: bool = False) -> Packed:
         """Products of one operand as one: `names`[i].weight [sizes[i], in_features], and biases."""
         weights = [self.tensor(f"{n}.weight", size, in_features) for n, size in zip(names, sizes, strict=True)]
-        return pack(_joined(weights), self._bias(names, sizes) if bias else None)
+        biases = self._bias(names, sizes) if bias else None
+        return pack(_joined(weights), biases, deterministic=self.deterministic)
 
     def gate_up(self, prefix: str, size: int, in_features: int, *, bias: bool = False) -> GateUp:
         """`prefix`gate_proj and `prefix`up_proj [size, in_features]."""
         gate, up = (self.tensor(f"{prefix}{n}_proj.weight", size, in_features) for n in ("gate", "up"))
         biases = (self._bias([f"{prefix}{n}_proj"], [size]) for n in ("gate", "up")) if bias else ()
-        return pack_gate_up(gate, up, *biases)
+        return pack_gate_up(gate, up, *biases, deterministic=self.deterministic)
 
     def mlp(self, norm: str, prefix: str, hidden: int, size: int, *, bias: bool = False) -> GatedMlp:
         """The dense feed-forward part behind the norm of that name: `prefix`{gate,up,down}_proj."""
@@ -215,7 +217,15 @@ class AttentionPass:
         self._rope = rope.prepare(
             tables, positions, inputs.slots[0], kv_heads=c.kv_heads, block_size=kv.block_size, dtype=dtype
         )
-        batch = PagedBatch(inputs.query_lens, inputs.host_seq_lens, inputs.block_tables[0], kv.block_size)
+        decode = inputs.kind is Kind.DECODE and len(inputs.seq_lens) == self._tokens  # not tokens that are replayed
+        batch = PagedBatch(
+            inputs.query_lens,
+            inputs.host_seq_lens,
+            inputs.block_tables[0],
+            kv.block_size,
+            lens=inputs.seq_lens if decode else None,
+            max_seq_len=inputs.max_seq_len,
+        )
         self._prepared: Prepared = prepare(
             batch,
             heads=c.heads,
@@ -224,7 +234,8 @@ class AttentionPass:
             dtype=kv.layer(0, 0).dtype,
             device=positions.device,
         )
-        self._mixed = torch.zeros(rows, c.heads * c.head_dim, dtype=dtype, device=positions.device)
+        self._mixed = torch.empty(rows, c.heads * c.head_dim, dtype=dtype, device=positions.device)
+        self._mixed[self._tokens :] = 0
 
     def attend(
         self, weights: AttentionWeights, hidden: torch.Tensor, cache: torch.Tensor, kept: torch.Tensor | None = None
@@ -289,7 +300,7 @@ class Decoder:
         rows = padded_rows(count, form.layout, self._deterministic)
         hidden = torch.nn.functional.embedding(padded(inputs.token_ids, rows), self._embedding).to(form.dtype)
         step = self._pass(inputs, rows, kv, form.dtype)
-        tokens = Tokens(inputs.kind, self._live(inputs, rows, kv.block_size))
+        tokens = Tokens(inputs.kind, self._live(inputs, rows))
         *earlier, last = self._layers
         for i, layer in enumerate(earlier):
             hidden = layer.feed_forward(step.attend(layer.attention, hidden, kv.layer(0, i)), tokens)
@@ -303,14 +314,17 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return linear(hidden.to(self._head.dtype), self._head).float()
+        return linear(hidden.to(self._head.dtype), self._head, wide=True)
 
     def _pass(self, inputs: StepInputs, rows: int, kv: KvCache, dtype: torch.dtype) -> Pass:
         return AttentionPass(self._config, self._tables, inputs, rows, kv, dtype)
 
-    def _live(self, inputs: StepInputs, rows: int, block_size: int) -> torch.Tensor | None:
-        """Rows that have ended write to the null block."""
-        return padded(inputs.slots[0] >= block_size, rows) if self.routed_experts else None
+    def _live(self, inputs: StepInputs, rows: int) -> torch.Tensor | None:
+        count = inputs.token_ids.shape[0]
+        if not self.routed_experts or (inputs.live is None and rows == count):
+            return None
+        live = inputs.live if inputs.live is not None else torch.ones_like(inputs.positions, dtype=torch.bool)
+        return padded(live, rows)
 
 
 def load_decoder(
@@ -335,7 +349,7 @@ def load_decoder(
     `feed_forward(weights, i, prefix)` loads the second half of layer i, whose tensors' names begin with `prefix`, its norm
     included. `ignored`: endings of names that are no fault if nothing takes them.
     """
-    weights = WeightSource(checkpoint, dtype, device, c.eps)
+    weights = WeightSource(checkpoint, dtype, device, c.eps, deterministic)
     steps = c.layers + 2
     embedding = weights.tensor("model.embed_tokens.weight", c.vocab_size, c.hidden)
     progress(1 / steps)
@@ -349,9 +363,8 @@ def load_decoder(
     head = embedding if c.tied else weights.tensor("lm_head.weight", c.vocab_size, c.hidden)
     checkpoint.check_all_taken(IGNORED + ignored + (("lm_head.weight",) if c.tied else ()))
     digest = config_hash(config, checkpoint, dtype)
-    model = make(
-        c, digest, embedding, tuple(layers), final_norm, pack(head, prompts=False), deterministic, routed_experts
-    )
+    packed = pack(head, prompts=False, deterministic=deterministic)
+    model = make(c, digest, embedding, tuple(layers), final_norm, packed, deterministic, routed_experts)
     progress(1.0)
     return model
 

@@ -1,0 +1,308 @@
+"""Attention on CUDA: chooses kernels and their shapes, and lays out a pass's work for all layers.
+
+- Decode: `schedule_kernel` once a pass, then `decode_kernel` in each layer. Neither needs a length on the host.
+- Prefill: sequences whose whole context is in the pass go to cuDNN as far as `DENSE_UNIT` divides them, over the keys and
+  values as they were just computed; everything else is `prefill_kernel` over the cache, one launch for the whole pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import triton
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from lockstep_kernels import dependent
+from lockstep_kernels.attention import kernel
+from lockstep_kernels.attention.batch import PagedBatch
+
+RESIDENT: Final = 3  # decode programs that a multiprocessor holds at a time
+REGISTERS: Final = 168  # of a thread, so that it can
+MERGED: Final = 4096  # partial sums that a program merges at a time
+DENSE_FROM: Final = 1024  # tokens from which on cuDNN is faster
+DENSE_UNIT: Final = 512  # cuDNN prepares a plan for each length it meets: let there be few
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """One new token a sequence: who does what, and workspaces that all layers share."""
+
+    batch: PagedBatch
+    starts: torch.Tensor  # these as `decode_kernel` names them
+    sequences: torch.Tensor
+    arrived: torch.Tensor
+    sums: torch.Tensor
+    stats: torch.Tensor
+    constants: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How a decode step cuts its work: among programs, in tiles of keys."""
+
+    programs: int
+    keys: int  # of a tile
+    least: int  # tiles that a program takes: merging costs as much as reading a few more
+    fixed: int = 0  # not 0: tiles of a split whose bounds depend on its sequence's length alone
+    most: int = 16  # of those a sequence has; longer ones have longer splits
+    stages: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """The first `tokens` tokens of each of `sequences` neighbours with `length` new tokens and no prefix."""
+
+    first: int
+    sequences: int
+    length: int
+    tokens: int
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """[sequences, tokens, heads, d], a view of x [T, heads, d]."""
+        stride, *others = x.stride()
+        shape = (self.sequences, self.tokens, *x.shape[1:])
+        return x[self.first :].as_strided(shape, (self.length * stride, stride, *others))
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How the prefill kernel cuts its work: rows of queries by keys."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    described: bool  # tiles come through the copy engine, where a block holds whole ones
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """New tokens of any number a sequence."""
+
+    batch: PagedBatch
+    tasks: torch.Tensor  # [n, 4] int32, as `prefill_kernel` names them, the longest first
+    tiling: Tiling
+    dense: tuple[Dense, ...]
+
+
+Plan = DecodePlan | PrefillPlan
+
+
+def prepare(
+    batch: PagedBatch,
+    *,
+    group: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    deterministic: bool,
+    new_kv: bool,
+    split: Split | None = None,
+    tiling: Tiling | None = None,
+) -> Plan:
+    """See the public function. The `split` of a decode step and the `tiling` of a prefill pass are chosen if not given."""
+    if batch.lens is None:
+        tiling = tiling or choose_tiling(head_dim, dtype, batch.block_size)
+        return _plan_prefill(batch, group, device, new_kv and not deterministic, tiling)
+    split = split or choose_split(head_dim, dtype, device, deterministic)
+    return _plan_decode(batch, batch.lens, group, kv_heads, head_dim, split)
+
+
+def attention(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    plan: Plan,
+    scale: float,
+    out: torch.Tensor | None,
+    new_kv: tuple[torch.Tensor, torch.Tensor] | None,
+) -> torch.Tensor:
+    """See the public function."""
+    tokens, heads, width = q.shape
+    if q.stride()[1:] != (width, 1) or (out is not None and out.stride(1) != 1) or not cache.is_contiguous():
+        raise ValueError("heads of q and rows of out must be contiguous, and the whole cache")
+    if isinstance(plan, PrefillPlan) and plan.dense:
+        if new_kv is None:
+            raise ValueError("the pass was prepared for new keys and values as given, and they are not given")
+        mixed = [_dense(part.of(q), part.of(new_kv[0]), part.of(new_kv[1]), scale) for part in plan.dense]
+        if out is None and mixed[0].numel() == q.numel():
+            return mixed[0].reshape(tokens, heads * width)
+        out = q.new_empty(tokens, heads * width) if out is None else out
+        for part, computed in zip(plan.dense, mixed, strict=True):
+            part.of(out.view(-1, heads, width)).copy_(computed)
+    elif out is None:
+        out = q.new_empty(tokens, heads * width)
+    if isinstance(plan, DecodePlan):
+        _launch_decode(q, cache, plan, scale, out)
+    elif len(plan.tasks):
+        _launch_prefill(q, cache, plan, scale, out)
+    return out
+
+
+@functools.cache
+def choose_split(head_dim: int, dtype: torch.dtype, device: torch.device, deterministic: bool) -> Split:
+    """Tiles of 16 KiB of keys and as much of values, two of them on their way for each of RESIDENT programs."""
+    keys = min(128, max(16, 8192 // _columns(head_dim) * 2 // dtype.itemsize))
+    least = 256 // keys
+    programs = RESIDENT * torch.cuda.get_device_properties(device).multi_processor_count
+    return Split(programs, keys, 1, fixed=least) if deterministic else Split(programs, keys, least)
+
+
+def choose_tiling(head_dim: int, dtype: torch.dtype, block_size: int) -> Tiling:
+    """By the registers and the shared memory that a program needs."""
+    if dtype.itemsize > 2:
+        return Tiling(32, 32, 4, 2, described=False)
+    keys = 64 if head_dim <= 128 else 32
+    described = block_size % keys == 0 and head_dim == _columns(head_dim)
+    return Tiling(128, keys, 8, 3, described)
+
+
+def _plan_decode(
+    batch: PagedBatch, lens: torch.Tensor, group: int, kv_heads: int, head_dim: int, split: Split
+) -> DecodePlan:
+    count, device = len(lens), lens.device
+    few_rows = triton.next_power_of_2(group)
+    fixed = {"FIXED": split.fixed > 0, "UNIT": split.fixed, "MOST": split.most}
+    starts = torch.empty(split.programs, 4, dtype=torch.int32, device=device)
+    sequences = torch.empty(count, 2, dtype=torch.int32, device=device)
+    kernel.schedule_kernel[(split.programs,)](
+        lens,
+        starts,
+        sequences,
+        count,
+        batch.max_seq_len,
+        split.programs,
+        split.least,
+        KV_HEADS=kv_heads,
+        TILE=split.keys,
+        WIDTH=max(16, triton.next_power_of_2(count)),
+        **fixed,
+    )
+    slots = 2 * split.programs
+    if split.fixed:
+        slots = count * kv_heads * min(split.most, -(-batch.max_seq_len // (split.keys * split.fixed)))
+    return DecodePlan(
+        batch,
+        starts,
+        sequences,
+        torch.zeros(count * kv_heads, dtype=torch.int32, device=device),
+        torch.empty(slots, group, head_dim, dtype=torch.float32, device=device),
+        torch.empty(slots, 2, group, dtype=torch.float32, device=device),
+        {
+            "KV_HEADS": kv_heads,
+            "GROUP": group,
+            "D": head_dim,
+            "BLOCK_SIZE": batch.block_size,
+            "ROWS": max(16, few_rows),
+            "FEW_ROWS": few_rows,
+            "COLUMNS": _columns(head_dim),
+            "TILE": split.keys,
+            "CHUNK": max(2, min(16, MERGED // (few_rows * _columns(head_dim)))),
+            "STAGES": split.stages,
+            "PDL": dependent.supported(device),
+            "launch_pdl": dependent.supported(device),
+            "maxnreg": REGISTERS,
+            **fixed,
+        },
+    )
+
+
+def _launch_decode(q: torch.Tensor, cache: torch.Tensor, plan: DecodePlan, scale: float, out: torch.Tensor) -> None:
+    table = plan.batch.block_table
+    kernel.decode_kernel[(plan.starts.shape[0],)](
+        q,
+        cache,
+        out,
+        table,
+        plan.starts,
+        plan.sequences,
+        plan.arrived,
+        plan.sums,
+        plan.stats,
+        table.shape[0],
+        scale * math.log2(math.e),
+        q.stride(0),
+        out.stride(0),
+        table.stride(0),
+        **plan.constants,
+    )
+
+
+def _plan_prefill(batch: PagedBatch, group: int, device: torch.device, dense: bool, tiling: Tiling) -> PrefillPlan:
+    parts = tuple(_dense_parts(batch)) if dense else ()
+    done = {part.first + i * part.length: part.tokens for part in parts for i in range(part.sequences)}
+    each = tiling.rows // group
+    tasks: list[tuple[int, int, int, int]] = []
+    first = 0
+    for sequence, (new, total) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
+        for start in range(done.get(first, 0), new, each):
+            tasks.append((first + start, total - new + start, min(each, new - start), sequence))
+        first += new
+    tasks.sort(key=lambda task: -task[1])
+    listed = torch.tensor(tasks, dtype=torch.int32).view(len(tasks), 4)
+    if device.type == "cuda":
+        listed = listed.pin_memory().to(device, non_blocking=True)
+    return PrefillPlan(batch, listed, tiling, parts)
+
+
+def _dense_parts(batch: PagedBatch) -> Iterator[Dense]:
+    """Neighbours of one length without a prefix, as far as cuDNN takes them."""
+    first, start, lengths = 0, 0, batch.query_lens
+    for end in range(1, len(lengths) + 1):
+        if end < len(lengths) and lengths[end] == lengths[start] and batch.seq_lens[end] == batch.seq_lens[start]:
+            continue
+        length = lengths[start]
+        if length >= DENSE_FROM and batch.seq_lens[start] == length:
+            yield Dense(first, end - start, length, length // DENSE_UNIT * DENSE_UNIT)
+        first += (end - start) * length
+        start = end
+
+
+def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """Causal attention of tokens [sequences, tokens, heads, d] among themselves, laid out as q is."""
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        mixed = torch.nn.functional.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, scale=scale, enable_gqa=True
+        )
+    return mixed.transpose(1, 2)
+
+
+def _launch_prefill(q: torch.Tensor, cache: torch.Tensor, plan: PrefillPlan, scale: float, out: torch.Tensor) -> None:
+    table, tiling = plan.batch.block_table, plan.tiling
+    kv_heads, block_size, width = cache.shape[2:]
+    described = TensorDescriptor.from_tensor(cache.view(-1, width), [tiling.keys, width]) if tiling.described else None
+    kernel.prefill_kernel[(len(plan.tasks) * kv_heads,)](
+        q,
+        cache,
+        described,
+        out,
+        table,
+        plan.tasks,
+        scale * math.log2(math.e),
+        q.stride(0),
+        out.stride(0),
+        table.stride(0),
+        KV_HEADS=kv_heads,
+        GROUP=q.shape[1] // kv_heads,
+        D=width,
+        BLOCK_SIZE=block_size,
+        ROWS=tiling.rows,
+        COLUMNS=_columns(width),
+        TILE=tiling.keys,
+        DESCRIBED=tiling.described,
+        STAGES=tiling.stages,
+        PDL=dependent.supported(q.device),
+        launch_pdl=dependent.supported(q.device),
+        num_warps=tiling.warps,
+    )
+
+
+def _columns(head_dim: int) -> int:
+    """A head's width in the kernels: a power of two that tensor cores take."""
+    return max(16, int(triton.next_power_of_2(head_dim)))

@@ -1,0 +1,345 @@
+"""Attention over the paged KV cache in Triton: one new token a sequence (decode), or many (prefill).
+
+Both work on all query heads of a key/value head at once, so a key or value is read once for all of them. Softmax is kept
+online in base 2: `scale` comes multiplied by log2(e). Keys that must not be seen are not loaded, and weigh exactly 0.
+
+Decode, after the idea of stream-K: the tiles of keys of all (sequence, key/value head) pairs in a row are dealt out evenly to
+a fixed number of programs by the lengths on the device, whatever the host's bound on them is. A pair that more than one
+program works on is merged by the last of them to arrive.
+"""
+
+# Triton's language has no types, and a kernel's parameters none that Python knows.
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lockstep_kernels.dependent import release, wait
+
+LOWEST = tl.constexpr(-1.0e30)  # below every score, and finite: the difference of two is not NaN
+
+
+@triton.jit
+def _units(length, TILE: tl.constexpr, FIXED: tl.constexpr, UNIT: tl.constexpr, MOST: tl.constexpr):
+    """Tiles of keys of a sequence, tiles a unit of work, and units. FIXED: by the sequence's own length alone."""
+    tiles = tl.cdiv(tl.maximum(length, 1), TILE)
+    size = tl.maximum(UNIT, tl.cdiv(tiles, MOST)) if FIXED else tiles * 0 + 1
+    return tiles, size, tl.cdiv(tiles, size)
+
+
+@triton.jit(do_not_specialize=["count", "limit", "programs", "least"])
+def schedule_kernel(
+    lens,  # [count] int64
+    starts,  # out [programs, 4] int32: sequence, key/value head and unit that a program starts at; units that it takes
+    sequences,  # out [count, 2] int32: length; units of all heads of all earlier sequences
+    count,
+    limit,  # lengths beyond it are cut
+    programs,
+    least,  # units a program takes at least, as long as there are any
+    KV_HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+    FIXED: tl.constexpr,
+    UNIT: tl.constexpr,
+    MOST: tl.constexpr,
+    WIDTH: tl.constexpr,  # of the vectors over all sequences
+):
+    """Deals the units of work out to the decode kernel's programs. A program finds where one of them starts."""
+    index = tl.arange(0, WIDTH)
+    present = index < count
+    length = tl.load(lens + index, mask=present, other=0)
+    length = tl.minimum(tl.maximum(length, 0), limit).to(tl.int32)
+    _, _, units = _units(length, TILE, FIXED, UNIT, MOST)
+    units = tl.where(present, units, 0)
+    ends = tl.cumsum(units, 0) * KV_HEADS
+    share = tl.maximum(tl.cdiv(tl.max(ends, 0), programs), least)
+    program = tl.program_id(0)
+    start = program * share
+    sequence = tl.sum((ends <= start).to(tl.int32), 0)
+    here = index == sequence
+    own = tl.maximum(tl.sum(tl.where(here, units, 0), 0), 1)
+    within = start - tl.sum(tl.where(here, ends - units * KV_HEADS, 0), 0)
+    tl.store(starts + 4 * program, sequence)
+    tl.store(starts + 4 * program + 1, within // own)
+    tl.store(starts + 4 * program + 2, within % own)
+    tl.store(starts + 4 * program + 3, share)
+    if program == 0:
+        tl.store(sequences + 2 * index, length, mask=present)
+        tl.store(sequences + 2 * index + 1, ends - units * KV_HEADS, mask=present)
+
+
+@triton.jit
+def _block_rows(table, tile, last, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """Blocks of a tile's keys: one, or one a key. Beyond position `last` it is the block of that."""
+    if BLOCK_SIZE >= TILE:
+        position = tl.minimum(tile * TILE, last)
+    else:
+        position = tl.minimum(tile * TILE + tl.arange(0, TILE), last)
+    return tl.load(table + position // BLOCK_SIZE)
+
+
+@triton.jit
+def _key_offsets(blocks, tile, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """Where a tile's keys lie in the cache of head 0, in elements (int64): [TILE, 1]."""
+    starts = blocks.to(tl.int64) * (2 * KV_HEADS * BLOCK_SIZE * D)
+    if BLOCK_SIZE >= TILE:
+        offsets = starts + tile * TILE % BLOCK_SIZE * D + tl.arange(0, TILE) * D
+    else:
+        offsets = starts + (tile * TILE + tl.arange(0, TILE)) % BLOCK_SIZE * D
+    return offsets[:, None]
+
+
+@triton.jit
+def _merge(
+    sums,
+    stats,
+    first,
+    parts,
+    step,
+    later,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The result [ROWS, COLUMNS] of `parts` partial ones, in slots first, then later, later + step, .. : CHUNK at a time."""
+    rows, columns, chunk = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, CHUNK)
+    wanted = (rows < GROUP)[:, None] & (columns < D)[None, :]
+    highest = tl.full((ROWS,), LOWEST, tl.float32)
+    weight = tl.zeros((ROWS,), tl.float32)
+    result = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, parts, CHUNK):
+        part = start + chunk
+        slot = tl.where(part == 0, first, later + (part - 1) * step)
+        there = (part < parts)[:, None] & (rows < GROUP)[None, :]
+        at = stats + slot[:, None] * (2 * GROUP) + rows[None, :]
+        maxima = tl.load(at, mask=there, other=LOWEST, cache_modifier=".cg")
+        weights = tl.load(at + GROUP, mask=there, other=0.0, cache_modifier=".cg")
+        sums_at = slot.to(tl.int64)[:, None, None] * (GROUP * D) + (rows[:, None] * D + columns[None, :])[None, :, :]
+        values = tl.load(
+            sums + sums_at, mask=(part < parts)[:, None, None] & wanted[None, :, :], other=0.0, cache_modifier=".cg"
+        )
+        before = highest
+        highest = tl.maximum(before, tl.max(maxima, 0))
+        kept = tl.exp2(before - highest)
+        factors = tl.exp2(maxima - highest[None, :])
+        weight = weight * kept + tl.sum(weights * factors, 0)
+        result = result * kept[:, None] + tl.sum(values * factors[:, :, None], 0)
+    return result / tl.where(weight == 0.0, 1.0, weight)[:, None]
+
+
+@triton.jit(do_not_specialize=["count", "table_stride"])
+def decode_kernel(
+    q,  # [count, KV_HEADS * GROUP, D], tokens q_stride apart
+    cache,  # [blocks, 2, KV_HEADS, BLOCK_SIZE, D]
+    out,  # [count, KV_HEADS * GROUP * D], rows out_stride apart
+    table,  # [count, W]
+    starts,
+    sequences,  # both as `schedule_kernel` writes them
+    arrived,  # [count * KV_HEADS] int32 zeros, and zeros again afterwards
+    sums,  # workspace [slots, GROUP, D] float32: sums of weighted values
+    stats,  # workspace [slots, 2, GROUP] float32: highest score, sum of weights
+    count,
+    scale,
+    q_stride,
+    out_stride,
+    table_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,  # GROUP padded to what the tensor cores take
+    FEW_ROWS: tl.constexpr,  # GROUP padded to a power of two
+    COLUMNS: tl.constexpr,  # D padded to a power of two
+    TILE: tl.constexpr,
+    CHUNK: tl.constexpr,  # partial results merged at a time
+    FIXED: tl.constexpr,
+    UNIT: tl.constexpr,
+    MOST: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One new token of each sequence against all its keys."""
+    release(PDL)
+    wait(PDL)
+    program = tl.program_id(0)
+    sequence = tl.load(starts + 4 * program)
+    head = tl.load(starts + 4 * program + 1)
+    unit = tl.load(starts + 4 * program + 2)
+    share = tl.load(starts + 4 * program + 3)
+    rows, columns, keys = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, TILE)
+    inside = (rows < GROUP)[:, None] & (columns < D)[None, :]
+    here = rows[:, None] * D + columns[None, :]
+    left = share
+    while (left > 0) & (sequence < count):
+        length = tl.load(sequences + 2 * sequence)
+        tiles, size, units = _units(length, TILE, FIXED, UNIT, MOST)
+        taken = left * 0 + 1 if FIXED else tl.minimum(left, units - unit)
+        begin, end = unit * size, tl.minimum(tiles, (unit + taken) * size)
+        queries = tl.load(q + sequence.to(tl.int64) * q_stride + head * (GROUP * D) + here, mask=inside, other=0.0)
+        own_table = table + sequence.to(tl.int64) * table_stride
+        head_cache = cache + head * (BLOCK_SIZE * D) + columns[None, :]
+        last = tl.maximum(length - 1, 0)
+        highest = tl.full((ROWS,), LOWEST, tl.float32)
+        weight = tl.zeros((ROWS, TILE), tl.float32)  # summed over the keys at the end
+        result = tl.zeros((ROWS, COLUMNS), tl.float32)
+        blocks = _block_rows(own_table, begin, last, BLOCK_SIZE, TILE)
+        for tile in tl.range(begin, end, num_stages=STAGES):
+            seen = tile * TILE + keys < length
+            at = head_cache + _key_offsets(blocks, tile, KV_HEADS, D, BLOCK_SIZE, TILE)
+            wanted = seen[:, None] & (columns < D)[None, :]
+            key = tl.load(at, mask=wanted, other=0.0)
+            value = tl.load(at + KV_HEADS * BLOCK_SIZE * D, mask=wanted, other=0.0)
+            blocks = _block_rows(own_table, tile + 1, last, BLOCK_SIZE, TILE)  # early: the next loads wait for it
+            scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
+            scores = tl.where(seen[None, :], scores, float("-inf"))
+            before = highest
+            highest = tl.maximum(before, tl.max(scores, 1))
+            kept = tl.exp2(before - highest)
+            weights = tl.exp2(scores - highest[:, None])
+            weight = weight * kept[:, None] + weights
+            result = tl.dot(weights.to(value.dtype), value, result * kept[:, None], input_precision="ieee")
+        total = tl.sum(weight, 1)
+        out_row = out + sequence.to(tl.int64) * out_stride + head * (GROUP * D)
+        if taken == units:
+            mixed = result / tl.where(total == 0.0, 1.0, total)[:, None]
+            tl.store(out_row + here, mixed.to(out.dtype.element_ty), mask=inside)
+        else:
+            pair = tl.load(sequences + 2 * sequence + 1) + head * units  # its first unit among all
+            if FIXED:
+                slot, first, later, parts = pair + unit, pair, pair + 1, units
+            else:  # a program's first pair may have begun before it, its last one may go on after it: two slots each
+                owner = pair // share
+                slot = 2 * program + (unit == 0).to(tl.int32)
+                first, later, parts = 2 * owner + 1, 2 * owner + 2, (pair + units - 1) // share - owner + 1
+            tl.store(sums + slot.to(tl.int64) * (GROUP * D) + here, result, mask=inside)
+            stats_at = stats + slot * (2 * GROUP) + rows
+            tl.store(stats_at, highest, mask=rows < GROUP)
+            tl.store(stats_at + GROUP, total, mask=rows < GROUP)
+            tl.debug_barrier()  # the whole program's stores come before its arrival
+            counter = arrived + sequence * KV_HEADS + head
+            if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
+                step = 1 if FIXED else 2
+                mixed = _merge(sums, stats, first, parts, step, later, GROUP, D, FEW_ROWS, COLUMNS, CHUNK)
+                few = tl.arange(0, FEW_ROWS)
+                few_inside = (few < GROUP)[:, None] & (columns < D)[None, :]
+                few_at = out_row + few[:, None] * D + columns[None, :]
+                tl.store(few_at, mixed.to(out.dtype.element_ty), mask=few_inside)
+                tl.store(counter, 0)
+        left -= taken
+        unit += taken
+        done = (unit >= units).to(tl.int32)
+        unit = unit * (1 - done)
+        head += done
+        wrapped = (head == KV_HEADS).to(tl.int32)
+        head = head * (1 - wrapped)
+        sequence += wrapped
+
+
+@triton.jit
+def _attend(
+    queries,  # [ROWS, COLUMNS]
+    highest,
+    weight,
+    result,  # the softmax so far: [ROWS], [ROWS], [ROWS, COLUMNS]
+    begin,
+    end,  # tiles
+    visible,  # [ROWS]: the last position that a row sees
+    last,  # no row sees more than position `last`
+    own_table,
+    cache,
+    descriptor,
+    head,
+    scale,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    MASKED: tl.constexpr,  # whether a row may see less than all keys of these tiles
+    STAGES: tl.constexpr,
+):
+    columns, keys = tl.arange(0, COLUMNS), tl.arange(0, TILE)
+    blocks = _block_rows(own_table, begin, last, BLOCK_SIZE, TILE)
+    for tile in tl.range(begin, end, num_stages=STAGES):
+        positions = tile * TILE + keys
+        if DESCRIBED:
+            row = ((blocks * (2 * KV_HEADS) + head) * BLOCK_SIZE + tile * TILE % BLOCK_SIZE).to(tl.int32)
+            key = descriptor.load([row, 0])
+            value = descriptor.load([row + KV_HEADS * BLOCK_SIZE, 0])
+            if MASKED:  # a weight of 0 does not hide a NaN in a slot that was never written
+                value = tl.where((positions <= last)[:, None], value, tl.zeros_like(value))
+        else:
+            offsets = _key_offsets(blocks, tile, KV_HEADS, D, BLOCK_SIZE, TILE)
+            at = cache + head * (BLOCK_SIZE * D) + offsets + columns[None, :]
+            if MASKED or COLUMNS != D:
+                wanted = (positions <= last)[:, None] & (columns < D)[None, :]
+                key = tl.load(at, mask=wanted, other=0.0)
+                value = tl.load(at + KV_HEADS * BLOCK_SIZE * D, mask=wanted, other=0.0)
+            else:
+                key = tl.load(at)
+                value = tl.load(at + KV_HEADS * BLOCK_SIZE * D)
+        blocks = _block_rows(own_table, tile + 1, last, BLOCK_SIZE, TILE)
+        scores = tl.dot(queries, tl.trans(key), input_precision="ieee")
+        if MASKED:
+            scores = tl.where(positions[None, :] <= visible[:, None], scores, float("-inf"))
+        before = highest
+        highest = tl.maximum(before, tl.max(scores, 1) * scale)
+        kept = tl.exp2(before - highest)
+        weights = tl.exp2(scores * scale - highest[:, None])
+        weight = weight * kept + tl.sum(weights, 1)
+        result = tl.dot(weights.to(value.dtype), value, result * kept[:, None], input_precision="ieee")
+    return highest, weight, result
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def prefill_kernel(
+    q,  # [T, KV_HEADS * GROUP, D], tokens q_stride apart
+    cache,  # [blocks, 2, KV_HEADS, BLOCK_SIZE, D]
+    descriptor,  # of the cache as rows [blocks * 2 * KV_HEADS * BLOCK_SIZE, D], if DESCRIBED
+    out,  # [T, KV_HEADS * GROUP * D], rows out_stride apart
+    table,  # [B, W]
+    tasks,  # [n, 4] int32: first token, its position in its sequence, tokens, sequence
+    scale,
+    q_stride,
+    out_stride,
+    table_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,  # the query heads of ROWS // GROUP tokens
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Neighbouring tokens of a sequence, for one key/value head, against all keys up to each of them."""
+    release(PDL)
+    wait(PDL)
+    task, head = tasks + tl.program_id(0) // KV_HEADS * 4, tl.program_id(0) % KV_HEADS
+    token, position, tokens, sequence = tl.load(task), tl.load(task + 1), tl.load(task + 2), tl.load(task + 3)
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    ahead = rows // GROUP
+    inside = (ahead < tokens)[:, None] & (columns < D)[None, :]
+    within = (head * (GROUP * D) + rows % GROUP * D)[:, None] + columns[None, :]
+    at = (token + ahead).to(tl.int64)[:, None]
+    queries = tl.load(q + at * q_stride + within, mask=inside, other=0.0)
+    own_table = table + sequence.to(tl.int64) * table_stride
+    last = position + tokens - 1
+    visible = tl.minimum(position + ahead, last)
+    whole = (position + 1) // TILE  # every row sees all of these
+    highest = tl.full((ROWS,), LOWEST, tl.float32)
+    weight = tl.zeros((ROWS,), tl.float32)
+    result = tl.zeros((ROWS, COLUMNS), tl.float32)
+    highest, weight, result = _attend(
+        queries, highest, weight, result, 0, whole, visible, last, own_table, cache, descriptor, head, scale,
+        KV_HEADS, D, BLOCK_SIZE, COLUMNS, TILE, DESCRIBED, False, STAGES,
+    )  # fmt: skip
+    highest, weight, result = _attend(
+        queries, highest, weight, result, whole, last // TILE + 1, visible, last, own_table, cache, descriptor, head, scale,
+        KV_HEADS, D, BLOCK_SIZE, COLUMNS, TILE, DESCRIBED, True, STAGES,
+    )  # fmt: skip
+    tl.store(out + at * out_stride + within, (result / weight[:, None]).to(out.dtype.element_ty), mask=inside)

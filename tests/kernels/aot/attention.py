@@ -1,0 +1,69 @@
+"""Attention at the shapes of real models and of odd ones, through the very calls that launch it on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Final
+from unittest import mock
+
+import torch
+
+from lockstep_kernels.attention import PagedBatch, cuda
+from tests.kernels import launches
+
+# query heads, key/value heads, head_dim
+SHAPES: Final = {
+    "llama-3.1-8b": (32, 8, 128),
+    "qwen3-30b-a3b": (32, 4, 128),
+    "smollm2-135m": (9, 3, 64),
+    "16 heads of 128": (16, 16, 128),
+    "4 heads of 256": (4, 1, 256),
+    "8 heads of 80": (8, 2, 80),
+    "4 heads of 16": (4, 2, 16),
+}
+FIRST: Final = "llama-3.1-8b"  # compiled in every form; the others in the usual one
+H200: Final = mock.Mock(multi_processor_count=132)
+
+
+def variants() -> Iterator[tuple[str, Callable[[], Any]]]:
+    for name, heads in SHAPES.items():
+        for block_size in (16, 64) if name == FIRST else (64,):
+            for dtype in (torch.bfloat16, torch.float16, torch.float32) if name == FIRST else (torch.bfloat16,):
+                what = f"{name} blocks of {block_size} {str(dtype).removeprefix('torch.')}"
+                run = partial(_run, *heads, block_size, dtype)
+                yield from launches.variants(f"prefill {what}", partial(run, decode=False), 1)
+                yield from launches.variants(f"decode {what}", partial(run, decode=True), 2)
+                if name == FIRST:
+                    fixed = partial(run, decode=True, deterministic=True)
+                    yield from launches.variants(f"decode {what} deterministic", fixed, 2)
+
+
+def _run(
+    heads: int,
+    kv_heads: int,
+    width: int,
+    block_size: int,
+    dtype: torch.dtype,
+    *,
+    decode: bool,
+    deterministic: bool = False,
+) -> None:
+    table = torch.ones(2, 16, dtype=torch.int64)
+    batch = PagedBatch((64, 70), (64, 100), table, block_size)
+    if decode:
+        batch = PagedBatch((), (), table, block_size, lens=torch.full((2,), 100), max_seq_len=256)
+    cache = torch.empty(2, 2, kv_heads, block_size, width, dtype=dtype)
+    qkv = torch.empty(134, heads + 2 * kv_heads, width, dtype=dtype)
+    with mock.patch.object(torch.cuda, "get_device_properties", lambda device: H200):
+        plan = cuda.prepare(
+            batch,
+            group=heads // kv_heads,
+            kv_heads=kv_heads,
+            head_dim=width,
+            dtype=dtype,
+            device=torch.device("cpu"),
+            deterministic=deterministic,
+            new_kv=False,
+        )
+    cuda.attention(qkv[:, :heads], cache, plan, width**-0.5, None, None)

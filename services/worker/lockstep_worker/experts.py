@@ -10,15 +10,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
 from lockstep_kernels import moe
-from lockstep_kernels.linear import Packed, linear, pack
+from lockstep_kernels.linear import Packed
 from lockstep_kernels.moe import ExpertStack, ExpertWeights, Routing
+from lockstep_kernels.rms_norm import Norm, rms_norm
+from lockstep_worker.weights import ConfigFile
 
-__all__ = ["Exchange", "Experts", "Local", "Parcel", "Routing", "load_experts"]
+if TYPE_CHECKING:
+    from lockstep_worker.models.decoder import Tokens, WeightSource
+
+__all__ = [
+    "Exchange",
+    "ExpertMlp",
+    "ExpertNames",
+    "Experts",
+    "Local",
+    "Parcel",
+    "Routing",
+    "load_expert_mlp",
+    "load_experts",
+    "read_routing",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +94,11 @@ class Experts:
             raise ValueError(f"{weights.experts} experts have weights, {routing.experts} are routed to")
         if correction is not None and correction.dtype != torch.float32:
             raise ValueError(f"the correction is {correction.dtype}, expected torch.float32")
-        return cls(routing, pack(gate), correction, weights, exchange or Local())
+        return cls(routing, moe.pack_gate(gate), correction, weights, exchange or Local())
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor, live: torch.Tensor | None) -> torch.Tensor:
         """x (normed) and residual [T, d]; live bool [T], None: all. On CPU a row's bits do not depend on the others."""
-        logits = linear(x, self.gate).float()
+        logits = moe.gate_logits(x, self.gate)
         shared = self.weights.experts - self.routing.experts
         ids, weights = moe.route(logits, self.routing, correction=self.correction, live=live, shared=shared)
         parcel = self.exchange.dispatch(x, ids, weights)
@@ -91,12 +107,84 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertMlp:
+    """The feed-forward half of a layer with experts; see `lockstep_worker.models.decoder.FeedForward`."""
+
+    norm: Norm
+    experts: Experts
+
+    def __call__(self, hidden: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        return self.experts(rms_norm(hidden, *self.norm), hidden, tokens.live)
+
+
+def read_routing(
+    config: ConfigFile,
+    experts_field: str,
+    *,
+    scoring: Literal["softmax", "sigmoid"],
+    renormalise: bool,
+    scale: float = 1.0,
+    group_score: Literal["max", "top2"] | None = None,
+) -> Routing:
+    """The routing of a config; with a `group_score` the experts may stand in groups. Raises ConfigError naming the field."""
+    experts, top_k = config.integer(experts_field), config.integer("num_experts_per_tok")
+    groups, top_groups = 1, 1
+    if group_score is not None:
+        groups, top_groups = config.integer("n_group", 1), config.integer("topk_group", 1)
+    if experts % groups:
+        raise config.error("n_group", f"is {groups}, which does not divide {experts} experts")
+    if top_groups > groups:
+        raise config.error("topk_group", f"is {top_groups}, more than the {groups} groups")
+    if group_score == "top2" and 1 < groups == experts:
+        raise config.error("n_group", f"is {groups}: groups of one expert have no two best")
+    if top_k > experts // groups * top_groups:
+        raise config.error("num_experts_per_tok", f"is {top_k}, more than the experts to choose from")
+    try:
+        return Routing(experts, top_k, scoring, renormalise, scale, groups, top_groups, group_score or "max")
+    except ValueError as error:
+        raise config.error(experts_field, f"is not supported: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """What a family calls the tensors of its experts, relative to a layer's feed-forward module."""
+    """What a family calls the tensors of one expert."""
 
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+
+
+def load_expert_mlp(
+    weights: WeightSource,
+    norm: str,
+    prefix: str,
+    routing: Routing,
+    *,
+    hidden: int,
+    width: int,
+    shared: int = 0,
+    corrected: bool = False,
+    names: ExpertNames = ExpertNames(),
+) -> ExpertMlp:
+    """The feed-forward half behind the norm of that name, whose tensors' names begin with `prefix`; see `load_experts`."""
+
+    def take(name: str, *shape: int) -> torch.Tensor:
+        return weights.tensor(name, *shape, dtype=torch.float32 if name.endswith("correction_bias") else None)
+
+    experts = load_experts(
+        take,
+        weights.checkpoint.__contains__,
+        prefix,
+        routing,
+        hidden=hidden,
+        width=width,
+        dtype=weights.dtype,
+        device=weights.device,
+        shared=shared,
+        corrected=corrected,
+        names=names,
+    )
+    return ExpertMlp(weights.norm(norm, hidden), experts)
 
 
 def load_experts(

@@ -44,6 +44,13 @@ class ConfigFile:
             raise self.error(field, f"is {value!r}, expected a positive integer")
         return value
 
+    def count(self, field: str, default: int | None = None) -> int:
+        """An integer that may be 0."""
+        value = self._present(field, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise self.error(field, f"is {value!r}, expected a number of at least 0")
+        return value
+
     def number(self, field: str, default: float | None = None) -> float:
         """A positive number."""
         return positive(self._present(field, default), lambda why: self.error(field, why))

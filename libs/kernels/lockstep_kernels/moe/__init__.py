@@ -1,6 +1,6 @@
 """Mixtures of experts: which experts a token chooses, what they make of it, and the sum.
 
-    ids, weights = route(logits, routing)
+    ids, weights = route(gate_logits(x, gate), routing)
     y = combine(experts(x, ids, weights, packed), ids, plus=residual)
 
 T tokens, d hidden, k chosen experts a token, i an expert's width. A token's expert id of -1 means none.
@@ -11,10 +11,34 @@ from __future__ import annotations
 import torch
 
 from lockstep_kernels.checks import check_shape
-from lockstep_kernels.moe import cpu, reference
+from lockstep_kernels.linear import Packed, linear, pack
+from lockstep_kernels.moe import cpu
 from lockstep_kernels.moe.weights import ExpertStack, ExpertWeights, Routing, pack_experts
 
-__all__ = ["ExpertStack", "ExpertWeights", "Routing", "combine", "experts", "pack_experts", "route"]
+__all__ = [
+    "ExpertStack",
+    "ExpertWeights",
+    "Routing",
+    "combine",
+    "experts",
+    "gate_logits",
+    "pack_experts",
+    "pack_gate",
+    "route",
+]
+
+
+def pack_gate(weight: torch.Tensor) -> Packed:
+    """The weight [E, d] of the gate, for `gate_logits`."""
+    return pack(weight, prompts=False)
+
+
+def gate_logits(x: torch.Tensor, gate: Packed) -> torch.Tensor:
+    """x @ gate.T: float32 [T, E] of x [T, d], whatever x's dtype. On CPU a row's bits do not depend on T."""
+    if x.is_cuda:
+        assert isinstance(gate.weight, torch.Tensor)
+        return torch.mm(x, gate.weight.T, out_dtype=torch.float32)
+    return linear(x.to(gate.dtype), gate).float()
 
 
 def route(
@@ -37,9 +61,11 @@ def route(
         check_shape("correction", correction, (routing.experts,))
     if live is not None:
         check_shape("live", live, (tokens,))
-    if logits.device.type == "cpu":
-        return cpu.route(logits, routing, correction, live, shared)
-    return reference.route(logits, routing, correction, live, shared)
+    if logits.is_cuda:
+        from lockstep_kernels.moe import kernel
+
+        return kernel.route(logits, routing, correction, live, shared)
+    return cpu.route(logits, routing, correction, live, shared)
 
 
 def experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: ExpertWeights) -> torch.Tensor:
@@ -51,8 +77,12 @@ def experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: E
     tokens, chosen = ids.shape
     check_shape("x", x, (tokens, packed.hidden))
     check_shape("weights", weights, (tokens, chosen))
-    if x.dtype != packed.dtype:
-        raise ValueError(f"x is {x.dtype}, these experts take {packed.dtype}")
+    if x.is_cuda:
+        if x.dtype != packed.dtype:
+            raise ValueError(f"x is {x.dtype}, these experts take {packed.dtype}")
+        from lockstep_kernels.moe import grouped
+
+        return grouped.experts(x, ids, weights, packed)
     return cpu.experts(x, ids, weights, packed)
 
 
@@ -64,4 +94,8 @@ def combine(pairs: torch.Tensor, ids: torch.Tensor, *, plus: torch.Tensor) -> to
     tokens, chosen, hidden = pairs.shape
     check_shape("ids", ids, (tokens, chosen))
     check_shape("plus", plus, (tokens, hidden))
+    if pairs.is_cuda:
+        from lockstep_kernels.moe import kernel
+
+        return kernel.combine(pairs, ids, plus)
     return cpu.combine(pairs, plus)

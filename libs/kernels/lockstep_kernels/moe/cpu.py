@@ -34,24 +34,24 @@ def experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: E
     order = ids.flatten().argsort(stable=True)
     counts = torch.bincount(ids.flatten() + 1, minlength=packed.experts + 1).tolist()
     pairs = x.new_zeros(tokens * chosen, packed.hidden)
-    factors = weights.to(x.dtype).view(-1, 1)
+    factors = weights.view(-1, 1)
     start = counts[0]  # pairs without an expert
     for count, (gate_up, down) in zip(counts[1:], packed.packed, strict=True):
         if count:
             mine = order[start : start + count]
             rows = _gathered(x, mine.div(chosen, rounding_mode="floor"))
             results = linear(swiglu(rows, gate_up), down)[:count]
-            pairs.index_copy_(0, mine, results * factors[mine])
+            pairs.index_copy_(0, mine, (results * factors[mine]).to(x.dtype))
             start += count
     return pairs.view(tokens, chosen, packed.hidden)
 
 
 def combine(pairs: torch.Tensor, plus: torch.Tensor) -> torch.Tensor:
     """plus [T, d], then the pairs [T, k, d] in their order."""
-    total = plus.clone()
+    total = plus.to(torch.float32, copy=True)
     for pair in pairs.unbind(1):
         total += pair
-    return total
+    return total.to(plus.dtype)
 
 
 def _gathered(x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from lockstep_kernels.moe.plan import Plan, plan_blocks
 from lockstep_kernels.moe.weights import Routing
 
 
@@ -43,6 +44,21 @@ def choose(
     if live is not None:
         ids = ids.masked_fill(~live[:, None], -1)
     return ids.to(torch.int32), weights
+
+
+def plan(ids: torch.Tensor, experts: int, block_m: int) -> Plan:
+    """See the public function."""
+    flat = ids.flatten().long()
+    order = flat.argsort(stable=True)[(flat < 0).sum() :]
+    counts = torch.bincount(flat[flat >= 0], minlength=experts)
+    ends = counts.cumsum(0)
+    blocks = torch.full((3, plan_blocks(flat.numel(), experts, block_m)), -1)
+    i = 0
+    for e, (end, count) in enumerate(zip(ends.tolist(), counts.tolist(), strict=True)):
+        for begin in range(end - count, end, block_m):
+            blocks[:, i] = torch.tensor((e, begin, min(begin + block_m, end)))
+            i += 1
+    return Plan(order.int(), ends.int(), blocks.to(ids.device, torch.int32), block_m)
 
 
 def experts(

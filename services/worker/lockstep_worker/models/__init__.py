@@ -10,7 +10,7 @@ import torch
 
 from lockstep_worker.inputs import StepInputs
 from lockstep_worker.kv import KvCache, KvSpec
-from lockstep_worker.models import deepseek, llama
+from lockstep_worker.models import deepseek, glm4_moe, llama, mixtral, qwen3_moe
 from lockstep_worker.weights import Checkpoint, ConfigFile, DummyCheckpoint, Progress, SafetensorsCheckpoint
 
 __all__ = ["ARCHITECTURES", "Model", "load_model"]
@@ -46,10 +46,13 @@ Loader = Callable[[ConfigFile, Checkpoint, torch.dtype, torch.device, bool, Prog
 ARCHITECTURES: Final[dict[str, Loader]] = {
     "DeepseekV2ForCausalLM": deepseek.load,
     "DeepseekV3ForCausalLM": deepseek.load,
+    "Glm4MoeForCausalLM": glm4_moe.load,
     "LlamaForCausalLM": llama.load,
     "MistralForCausalLM": llama.load,
+    "MixtralForCausalLM": mixtral.load,
     "Qwen2ForCausalLM": llama.load,
     "Qwen3ForCausalLM": llama.load,
+    "Qwen3MoeForCausalLM": qwen3_moe.load,
 }
 
 

@@ -1,0 +1,52 @@
+"""The experts' products on a GPU: how they are cut for how many pairs there are, and in which order they run."""
+
+from __future__ import annotations
+
+import torch
+
+from lockstep_kernels.moe import kernel as order
+from lockstep_kernels.moe.grouped import kernel
+from lockstep_kernels.moe.grouped.kernel import Tiling
+from lockstep_kernels.moe.weights import ExpertWeights
+
+__all__ = ["Tiling", "block_rows", "experts", "tilings"]
+
+LARGEST_BLOCK = 128
+
+
+def experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: ExpertWeights) -> torch.Tensor:
+    """See `lockstep_kernels.moe.experts`."""
+    tokens, chosen = ids.shape
+    if tokens == 0:
+        return x.new_empty(0, chosen, packed.hidden)
+    assert packed.gate_up is not None and packed.down is not None
+    rows = block_rows(tokens * chosen, packed.experts)
+    first, second = tilings(rows)
+    plan = order.plan(ids, packed.experts, rows)
+    gated = kernel.gate_up(x, packed.gate_up, plan, chosen, first)
+    pairs = kernel.down(gated, packed.down, plan, weights, second)
+    return pairs.view(tokens, chosen, packed.hidden)
+
+
+def block_rows(pairs: int, experts: int) -> int:
+    """Rows of a block: half as many again as an expert has on average, so that few experts need a second block.
+
+    A second block reads the expert's weights again; a block's empty rows cost only arithmetic.
+    """
+    rows = 16
+    while rows < LARGEST_BLOCK and 2 * rows * experts < 3 * pairs:
+        rows *= 2
+    return rows
+
+
+def tilings(rows: int) -> tuple[Tiling, Tiling]:
+    """Of gate and up, and of down, for blocks of that many rows.
+
+    Up to 32 rows the time is that of reading weights: three programs share a processor's memory, each with 48 KiB on the way.
+    From 64 on it is that of the tensor cores.
+    """
+    if rows <= 32:
+        return Tiling(64, 64, 4, 4), Tiling(128, 64, 4, 4)
+    if rows == 64:
+        return Tiling(64, 64, 4, 4), Tiling(128, 64, 4, 4)
+    return Tiling(128, 64, 4, 8), Tiling(256, 64, 4, 8)

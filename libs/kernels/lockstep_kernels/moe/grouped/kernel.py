@@ -1,0 +1,137 @@
+"""The products of the experts in Triton, over pairs ordered by expert (`lockstep_kernels.moe.plan`).
+
+Few rows an expert: reading weights is all there is to it. A program streams its part of one expert's weights once, for all of
+that expert's rows, in tiles that the copy engine brings; as the tensor cores want 64 rows on one side and there are fewer
+tokens than that, the weights stand on that side (SWAP): acc[n, m] = sum_k w[n, k] x[m, k].
+Many rows: tiles of 128 rows, the usual way round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from lockstep_kernels.moe.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a product is cut: rows, output columns (of gate and of up each), inner length; stages in flight; warps."""
+
+    block_n: int
+    block_k: int
+    stages: int
+    warps: int
+
+
+@triton.jit
+def _product(x, w, acc, SWAP: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + x [M, K] times w [N, K]: [M, N], or with SWAP [N, M]."""
+    return tl.dot(w, x.T, acc, input_precision=PRECISION) if SWAP else tl.dot(x, w.T, acc, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _gate_up(
+    x_ptr, weights, order_ptr, blocks_ptr, out_ptr, blocks,
+    CHOSEN: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out[place] = silu(x @ gate.T) * (x @ up.T) of the pair at each place of the order."""
+    block = tl.program_id(1)
+    expert = tl.load(blocks_ptr + block)
+    if expert < 0:
+        return
+    place = tl.load(blocks_ptr + blocks + block) + tl.arange(0, BLOCK_M)
+    there = place < tl.load(blocks_ptr + 2 * blocks + block)
+    token = tl.load(order_ptr + place, mask=there, other=0) // CHOSEN
+    column = tl.program_id(0) * BLOCK_N
+    gate_row = expert * (2 * WIDTH) + column
+    inner = tl.arange(0, BLOCK_K)
+    x_at = x_ptr + token.to(tl.int64)[:, None] * HIDDEN + inner[None, :]
+    gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32) if SWAP else tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    up = gate
+    for k in range(0, HIDDEN, BLOCK_K):
+        x = tl.load(x_at + k, mask=there[:, None] & (k + inner < HIDDEN)[None, :], other=0.0)
+        gate = _product(x, weights.load([gate_row, k]), gate, SWAP, PRECISION)
+        up = _product(x, weights.load([gate_row + WIDTH, k]), up, SWAP, PRECISION)
+    result = gate / (1 + tl.exp(-gate)) * up
+    if SWAP:
+        result = result.T
+    n = column + tl.arange(0, BLOCK_N)
+    at = out_ptr + place.to(tl.int64)[:, None] * WIDTH + n[None, :]
+    tl.store(at, result.to(out_ptr.dtype.element_ty), mask=there[:, None] & (n < WIDTH)[None, :])
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _down(
+    x_ptr, weights, order_ptr, blocks_ptr, factors_ptr, out_ptr, blocks,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out[pair] = x[place] @ down.T * factor[pair] of the pair at each place of the order."""
+    block = tl.program_id(1)
+    expert = tl.load(blocks_ptr + block)
+    if expert < 0:
+        return
+    place = tl.load(blocks_ptr + blocks + block) + tl.arange(0, BLOCK_M)
+    there = place < tl.load(blocks_ptr + 2 * blocks + block)
+    pair = tl.load(order_ptr + place, mask=there, other=0)
+    column = tl.program_id(0) * BLOCK_N
+    inner = tl.arange(0, BLOCK_K)
+    x_at = x_ptr + place.to(tl.int64)[:, None] * WIDTH + inner[None, :]
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32) if SWAP else tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, WIDTH, BLOCK_K):
+        x = tl.load(x_at + k, mask=there[:, None] & (k + inner < WIDTH)[None, :], other=0.0)
+        acc = _product(x, weights.load([expert * HIDDEN + column, k]), acc, SWAP, PRECISION)
+    if SWAP:
+        acc = acc.T
+    acc *= tl.load(factors_ptr + pair, mask=there, other=0.0)[:, None]
+    n = column + tl.arange(0, BLOCK_N)
+    at = out_ptr + pair.to(tl.int64)[:, None] * HIDDEN + n[None, :]
+    tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=there[:, None] & (n < HIDDEN)[None, :])
+
+
+def gate_up(x: torch.Tensor, weights: torch.Tensor, plan: Plan, chosen: int, tiling: Tiling) -> torch.Tensor:
+    """[P, i]: silu(x @ gate.T) * (x @ up.T) of each pair, in the plan's order. x [T, d]; weights [E, 2i, d]."""
+    _experts, rows, hidden = weights.shape
+    width = rows // 2
+    out = torch.empty(plan.order.shape[0], width, dtype=x.dtype, device=x.device)
+    blocks = plan.blocks.shape[1]
+    _gate_up[(triton.cdiv(width, tiling.block_n), blocks)](
+        x, _tiles(weights, tiling), plan.order, plan.blocks, out, blocks,
+        CHOSEN=chosen, HIDDEN=hidden, WIDTH=width, **_constants(x, plan, tiling),
+    )  # fmt: skip
+    return out
+
+
+def down(x: torch.Tensor, weights: torch.Tensor, plan: Plan, factors: torch.Tensor, tiling: Tiling) -> torch.Tensor:
+    """[P, d]: x @ down.T * factor of each pair, at its number. x [P, i] in the plan's order; weights [E, d, i]; factors f32 [P]."""
+    _experts, hidden, width = weights.shape
+    out = torch.empty(plan.order.shape[0], hidden, dtype=x.dtype, device=x.device)
+    blocks = plan.blocks.shape[1]
+    _down[(triton.cdiv(hidden, tiling.block_n), blocks)](
+        x, _tiles(weights, tiling), plan.order, plan.blocks, factors, out, blocks,
+        HIDDEN=hidden, WIDTH=width, **_constants(x, plan, tiling),
+    )  # fmt: skip
+    return out
+
+
+def _tiles(weights: torch.Tensor, tiling: Tiling) -> TensorDescriptor:
+    rows = weights.flatten(0, 1)
+    return TensorDescriptor.from_tensor(rows, [tiling.block_n, tiling.block_k])
+
+
+def _constants(x: torch.Tensor, plan: Plan, tiling: Tiling) -> dict:
+    return {
+        "BLOCK_M": plan.block_m,
+        "BLOCK_N": tiling.block_n,
+        "BLOCK_K": tiling.block_k,
+        "SWAP": plan.block_m < 64,
+        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+        "num_stages": tiling.stages,
+        "num_warps": tiling.warps,
+    }

@@ -1,0 +1,250 @@
+"""The ops around the expert products in Triton: choosing experts, ordering pairs by expert, adding up results.
+
+A pair is a token with one of its chosen experts; pair p = t * k + j is token t's j-th.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from lockstep_kernels.moe.plan import Plan, plan_blocks
+from lockstep_kernels.moe.weights import Routing
+
+LOWEST = tl.constexpr(-(2**31))
+CHUNK = 4096  # pairs that a program of `_plan` looks at together
+
+
+@triton.jit
+def _ordered(x):
+    """float32 as int32 in the same order; a NaN lies beyond infinity. No number and no NaN of a computation is LOWEST."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _best_groups(
+    choice,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    TOP2: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    SIZE_PAD: tl.constexpr,
+):
+    """[ROWS, GROUP_PAD, SIZE_PAD] bool: the experts of the best groups."""
+    grouped = tl.reshape(choice, (ROWS, GROUP_PAD, SIZE_PAD))
+    score, first = tl.max(grouped, 2, return_indices=True, return_indices_tie_break_left=True)
+    if TOP2:
+        others = tl.arange(0, SIZE_PAD)[None, None, :] != first[:, :, None]
+        score += tl.max(tl.where(others, grouped, float("-inf")), 2)
+    group = tl.arange(0, GROUP_PAD)[None, :]
+    key = tl.where(group < GROUPS, _ordered(score), LOWEST)
+    kept = group < 0
+    for _ in tl.static_range(TOP_GROUPS):
+        _, best = tl.max(key, 1, return_indices=True, return_indices_tie_break_left=True)
+        found = group == best[:, None]
+        kept |= found
+        key = tl.where(found, LOWEST, key)
+    return tl.broadcast_to(kept[:, :, None], (ROWS, GROUP_PAD, SIZE_PAD))
+
+
+@triton.jit
+def _choose(
+    logits, rows, in_batch, correction_ptr, live_ptr, ids_ptr, weights_ptr, scale,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr, CORRECTED: tl.constexpr, MASKED: tl.constexpr,
+    ROWS: tl.constexpr, GROUP_PAD: tl.constexpr, SIZE_PAD: tl.constexpr, CHOSEN_PAD: tl.constexpr,
+):  # fmt: skip
+    """Writes the choice of `rows` [ROWS] from logits [ROWS, GROUP_PAD * SIZE_PAD] float32, -inf where there is no expert."""
+    place = tl.arange(0, GROUP_PAD * SIZE_PAD)
+    expert = _expert_at(place, EXPERTS // GROUPS, SIZE_PAD)
+    there = _is_expert(place, GROUPS, EXPERTS // GROUPS, SIZE_PAD)
+    if SIGMOID:
+        scores = 1 / (1 + tl.exp(-logits))
+    else:
+        scores = tl.exp(logits - tl.max(logits, 1)[:, None])
+        scores /= tl.sum(scores, 1)[:, None]
+    choice = scores
+    if CORRECTED:
+        choice += tl.load(correction_ptr + expert, mask=there, other=0.0)[None, :]
+    choice = tl.where(there[None, :], choice, float("-inf"))
+    key = tl.where(there[None, :], _ordered(choice), LOWEST)
+    if GROUPS > 1:
+        kept = _best_groups(choice, ROWS, GROUPS, TOP_GROUPS, TOP2, GROUP_PAD, SIZE_PAD)
+        key = tl.where(tl.reshape(kept, (ROWS, GROUP_PAD * SIZE_PAD)), key, LOWEST)
+    column = tl.arange(0, CHOSEN_PAD)[None, :]
+    ids = tl.where(column < TOP_K + SHARED, EXPERTS + column - TOP_K, 0) + tl.zeros((ROWS, 1), tl.int32)
+    weights = tl.where(column < TOP_K + SHARED, 1.0, 0.0) + tl.zeros((ROWS, 1), tl.float32)
+    for j in tl.static_range(TOP_K):
+        _, best = tl.max(key, 1, return_indices=True, return_indices_tie_break_left=True)
+        found = place[None, :] == best[:, None]
+        key = tl.where(found, LOWEST, key)
+        weight = tl.sum(tl.where(found, scores, 0.0), 1)
+        ids = tl.where(column == j, _expert_at(best, EXPERTS // GROUPS, SIZE_PAD)[:, None], ids)
+        weights = tl.where(column == j, weight[:, None], weights)
+    routed = column < TOP_K
+    if RENORMALISE:
+        total = tl.sum(tl.where(routed, weights, 0.0), 1) + 1e-20
+        weights = tl.where(routed, weights / total[:, None], weights)
+    weights = tl.where(routed, weights * scale, weights)
+    if MASKED:
+        ids = tl.where(tl.load(live_ptr + rows, mask=in_batch, other=0)[:, None] != 0, ids, -1)
+    at = rows[:, None] * (TOP_K + SHARED) + column
+    stored = in_batch[:, None] & (column < TOP_K + SHARED)
+    tl.store(ids_ptr + at, ids, mask=stored)
+    tl.store(weights_ptr + at, weights, mask=stored)
+
+
+@triton.jit
+def _expert_at(place, GROUP_SIZE: tl.constexpr, SIZE_PAD: tl.constexpr):
+    return place // SIZE_PAD * GROUP_SIZE + place % SIZE_PAD
+
+
+@triton.jit
+def _is_expert(place, GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, SIZE_PAD: tl.constexpr):
+    return (place // SIZE_PAD < GROUPS) & (place % SIZE_PAD < GROUP_SIZE)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _route(
+    logits_ptr, correction_ptr, live_ptr, ids_ptr, weights_ptr, tokens, scale,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr, CORRECTED: tl.constexpr, MASKED: tl.constexpr,
+    GROUP_PAD: tl.constexpr, SIZE_PAD: tl.constexpr, CHOSEN_PAD: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    in_batch = rows < tokens
+    place = tl.arange(0, GROUP_PAD * SIZE_PAD)
+    there = _is_expert(place, GROUPS, EXPERTS // GROUPS, SIZE_PAD)
+    at = rows[:, None] * EXPERTS + _expert_at(place, EXPERTS // GROUPS, SIZE_PAD)[None, :]
+    logits = tl.load(logits_ptr + at, mask=in_batch[:, None] & there[None, :], other=float("-inf"))
+    _choose(
+        logits, rows, in_batch, correction_ptr, live_ptr, ids_ptr, weights_ptr, scale,
+        EXPERTS, TOP_K, SHARED, SIGMOID, RENORMALISE, GROUPS, TOP_GROUPS, TOP2, CORRECTED, MASKED,
+        ROWS, GROUP_PAD, SIZE_PAD, CHOSEN_PAD,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["pairs", "blocks"])
+def _plan(
+    ids_ptr, order_ptr, ends_ptr, blocks_ptr, pairs, blocks,
+    EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr, LIST: tl.constexpr,
+):  # fmt: skip
+    """One program an expert: where its pairs and blocks begin follows from everyone's counts, which each program takes itself."""
+    expert = tl.program_id(0)
+    at = tl.arange(0, CHUNK)
+    counts = tl.zeros((EXPERTS_PAD,), tl.int32)
+    for start in range(0, pairs, CHUNK):
+        ids = tl.load(ids_ptr + start + at, mask=start + at < pairs, other=-1)
+        counts += tl.histogram(ids, EXPERTS_PAD, mask=ids >= 0)
+    number = tl.arange(0, EXPERTS_PAD)
+    block_counts = (counts + BLOCK_M - 1) // BLOCK_M
+    first = tl.sum(tl.where(number < expert, counts, 0))
+    first_block = tl.sum(tl.where(number < expert, block_counts, 0))
+    end = first + tl.sum(tl.where(number == expert, counts, 0))
+    tl.store(ends_ptr + expert, end)
+    item = tl.arange(0, LIST)
+    end_block = first_block + (end - first + BLOCK_M - 1) // BLOCK_M
+    for start in range(first_block, end_block, LIST):
+        block = start + item
+        begin = first + (block - first_block) * BLOCK_M
+        mine = block < end_block
+        tl.store(blocks_ptr + block, tl.zeros_like(block) + expert, mask=mine)
+        tl.store(blocks_ptr + blocks + block, begin, mask=mine)
+        tl.store(blocks_ptr + 2 * blocks + block, tl.minimum(begin + BLOCK_M, end), mask=mine)
+    if expert == EXPERTS - 1:
+        for start in range(end_block, blocks, LIST):
+            tl.store(blocks_ptr + start + item, tl.full((LIST,), -1, tl.int32), mask=start + item < blocks)
+    place = first
+    for start in range(0, pairs, CHUNK):
+        mine = (tl.load(ids_ptr + start + at, mask=start + at < pairs, other=-1) == expert).to(tl.int32)
+        rank = tl.cumsum(mine, 0) - mine
+        tl.store(order_ptr + place + rank, start + at, mask=mine != 0)
+        place += tl.sum(mine)
+
+
+@triton.jit
+def _combine(
+    pairs_ptr, ids_ptr, plus_ptr, out_ptr, HIDDEN: tl.constexpr, CHOSEN: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < HIDDEN
+    total = tl.load(plus_ptr + token * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
+    for j in tl.static_range(CHOSEN):
+        pair = token * CHOSEN + j
+        there = tl.load(ids_ptr + pair) >= 0
+        total += tl.load(pairs_ptr + pair * HIDDEN + column, mask=inside & there, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * HIDDEN + column, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def routing_constants(
+    routing: Routing, correction: torch.Tensor | None, live: torch.Tensor | None, shared: int
+) -> dict:
+    """The compile-time arguments of a choice."""
+    return {
+        "EXPERTS": routing.experts,
+        "TOP_K": routing.top_k,
+        "SHARED": shared,
+        "SIGMOID": routing.scoring == "sigmoid",
+        "RENORMALISE": routing.renormalise,
+        "GROUPS": routing.groups,
+        "TOP_GROUPS": routing.top_groups,
+        "TOP2": routing.group_score == "top2",
+        "CORRECTED": correction is not None,
+        "MASKED": live is not None,
+        "GROUP_PAD": triton.next_power_of_2(routing.groups),
+        "SIZE_PAD": triton.next_power_of_2(routing.group_size),
+        "CHOSEN_PAD": triton.next_power_of_2(routing.top_k + shared),
+    }
+
+
+def route(
+    logits: torch.Tensor,
+    routing: Routing,
+    correction: torch.Tensor | None,
+    live: torch.Tensor | None,
+    shared: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See the public function. A warp has four tokens, so that no step of the choice waits for another warp."""
+    tokens = logits.shape[0]
+    shape = (tokens, routing.top_k + shared)
+    ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    if tokens:
+        constants = routing_constants(routing, correction, live, shared)
+        _route[(triton.cdiv(tokens, 4),)](
+            logits, correction, live, ids, weights, tokens, routing.scale, **constants, ROWS=4, num_warps=1
+        )
+    return ids, weights
+
+
+def plan(ids: torch.Tensor, experts: int, block_m: int) -> Plan:
+    """See the public function."""
+    pairs = ids.numel()
+    blocks = plan_blocks(pairs, experts, block_m)
+    sizes = (
+        -(-pairs // 4) * 4,
+        -(-experts // 4) * 4,
+        3 * blocks,
+    )  # each part begins at 16 bytes, for any number of pairs
+    order, ends, table = torch.empty(sum(sizes), dtype=torch.int32, device=ids.device).split(sizes)
+    _plan[(experts,)](
+        ids, order, ends, table, pairs, blocks, EXPERTS=experts, EXPERTS_PAD=triton.next_power_of_2(experts),
+        BLOCK_M=block_m, CHUNK=min(CHUNK, max(triton.next_power_of_2(pairs), 128)), LIST=128, num_warps=4 if pairs <= 1024 else 8,
+    )  # fmt: skip
+    return Plan(order[:pairs], ends[:experts], table.view(3, blocks), block_m)
+
+
+def combine(pairs: torch.Tensor, ids: torch.Tensor, plus: torch.Tensor) -> torch.Tensor:
+    """See the public function."""
+    tokens, chosen, hidden = pairs.shape
+    out = torch.empty_like(plus)
+    if tokens:
+        block = min(triton.next_power_of_2(hidden), 1024)
+        _combine[(tokens, triton.cdiv(hidden, block))](
+            pairs, ids, plus, out, HIDDEN=hidden, CHOSEN=chosen, BLOCK=block, num_warps=4
+        )
+    return out

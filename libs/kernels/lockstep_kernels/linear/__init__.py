@@ -12,15 +12,22 @@ from lockstep_kernels.rms_norm import Norm, rms_norm
 __all__ = ["Layout", "Packed", "linear", "pack"]
 
 
-def pack(weight: torch.Tensor, bias: torch.Tensor | None = None, *, prompts: bool = True) -> Packed:
+def pack(
+    weight: torch.Tensor, bias: torch.Tensor | None = None, *, prompts: bool = True, deterministic: bool = False
+) -> Packed:
     """The weight [out, in] (and bias [out]) in the order that `linear` reads fastest on its device. The weight may be freed.
 
     What operands `linear` then takes: `Packed.dtype`, and that of `Packed.for_prompts`, which are two on a CPU with
     bfloat16 weights. Without `prompts` there is the first only: for a weight that never meets many rows.
+    `deterministic`: a row's bits must not depend on the number of rows, which costs speed on CUDA; on CPU they never do.
     """
     out_features, in_features = weight.shape
     if bias is not None:
         check_shape("bias", bias, (out_features,))
+    if weight.is_cuda:
+        from lockstep_kernels.linear import cuda
+
+        return cuda.pack(weight, bias, deterministic)
     if (packed := cpu.pack(weight, bias, prompts)) is not None:
         return packed
     return Packed(weight.contiguous(), bias, out_features, in_features, Layout.PLAIN, weight.dtype)
@@ -34,11 +41,13 @@ def linear(
     silu: bool = False,
     times: torch.Tensor | None = None,
     plus: torch.Tensor | None = None,
+    wide: bool = False,
 ) -> torch.Tensor:
     """y = x @ weight.T + bias, of x normalised first if there is a `norm`; then at most one of: silu(y), y * times, y + plus.
 
-    x [T, in] contiguous, of a dtype that the weight has a form for; times and plus [T, out]. Accumulated in float32. Returns a [T, out] of that
-    dtype, which may be `plus` itself, overwritten. A row's bits do not depend on T.
+    x [T, in] contiguous, of a dtype that the weight has a form for; times and plus [T, out]. Accumulated in float32. Returns
+    [T, out] of x's dtype, or float32 if it is to be `wide`; the result may be `plus` itself, overwritten.
+    A row's bits do not depend on T; on CUDA that takes a weight packed as deterministic.
     """
     rows = x.shape[0]
     check_shape("x", x, (rows, weight.in_features))
@@ -49,13 +58,39 @@ def linear(
     for name, operand in (("times", times), ("plus", plus)):
         if operand is not None:
             check_shape(name, operand, (rows, weight.out_features))
+    if weight.layout in (Layout.CUBLAS, Layout.TILES):
+        return _on_cuda(x, weight, norm, silu, times, plus, torch.float32 if wide else x.dtype)
     if norm is not None:
         x = rms_norm(x, *norm)
+    y = _on_cpu(x, weight, silu, times, plus)
+    return y.float() if wide else y
+
+
+def _on_cpu(
+    x: torch.Tensor, weight: Packed, silu: bool, times: torch.Tensor | None, plus: torch.Tensor | None
+) -> torch.Tensor:
     match weight.layout:
         case Layout.HALF:
             return cpu.half_linear(x, weight, silu, times, plus)
         case Layout.ONEDNN:
             return cpu.onednn_linear(x, weight, silu, times, plus)
-        case Layout.PLAIN:
+        case _:
             assert isinstance(weight.weight, torch.Tensor)
             return reference.linear(x, weight.weight, weight.bias, silu=silu, times=times, plus=plus)
+
+
+def _on_cuda(
+    x: torch.Tensor,
+    weight: Packed,
+    norm: Norm | None,
+    silu: bool,
+    times: torch.Tensor | None,
+    plus: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    from lockstep_kernels.linear import cuda
+
+    y = cuda.linear(x, weight, norm, plus, dtype)
+    if silu:
+        return torch.nn.functional.silu(y, inplace=True)
+    return y if times is None else y.mul_(times)

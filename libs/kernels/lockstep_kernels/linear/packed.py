@@ -12,6 +12,10 @@ class Layout(enum.Enum):
     PLAIN = "plain"  # a tensor [out, in]
     ONEDNN = "onednn"  # an opaque tensor of oneDNN's, float32 or bfloat16
     HALF = "half"  # an opaque object of FBGEMM's: float16 weights, float32 in, sums and out
+    CUBLAS = "cublas"  # a tensor [out, in] on CUDA; few rows go through an own kernel
+    TILES = (
+        "tiles"  # a tensor [out, in] on CUDA, multiplied in tiles of one shape: the same bits for every number of rows
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,10 @@ __all__ = ["Prepared", "Tables", "kv_rows", "prepare", "rotate_", "rotate_and_st
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """cos and sin of every position's angles on a model's device; what they look like there is this package's business."""
+    """cos and sin of every position's angles on a model's device.
+
+    On CPU [positions, r] in the vectors' dtype, as `rotate_` takes them; on CUDA float32 [positions, r / 2].
+    """
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -25,14 +28,17 @@ class Tables:
 class Prepared:
     """What all layers of a pass share: the angles of its tokens' positions, and where their keys and values go."""
 
-    cos: torch.Tensor  # [R, 1, r]
+    cos: torch.Tensor  # CPU: [R, 1, r], of the pass's rows; CUDA: of all positions
     sin: torch.Tensor
-    rows: torch.Tensor  # of `kv_rows`
+    where: torch.Tensor  # CPU: rows of `kv_rows`; CUDA: slots [T]
+    positions: torch.Tensor  # [R]
 
 
 def tables(cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Tables:
     """Of cos and sin float64 [positions, r / 2], for vectors of `dtype`, of which the first r elements are rotated."""
     check_shape("sin", sin, tuple(cos.shape))
+    if device.type == "cuda":
+        return Tables(cos.to(device, torch.float32), sin.to(device, torch.float32))
     return Tables(torch.cat((cos, cos), 1).to(device, dtype), torch.cat((-sin, sin), 1).to(device, dtype))
 
 
@@ -47,26 +53,39 @@ def prepare(
 ) -> Prepared:
     """For vectors of `dtype`. positions [R] int64 of all rows of a pass; slots [T] int64 of its tokens, the first T <= R
     rows: what further rows compute is stored nowhere."""
+    if positions.is_cuda:
+        check_shape("slots", slots, tuple(positions.shape))
+        return Prepared(tables.cos, tables.sin, slots, positions)
     cos, sin = (table[positions].unsqueeze(1).to(dtype) for table in (tables.cos, tables.sin))
-    return Prepared(cos, sin, kv_rows(slots, kv_heads, block_size))
+    return Prepared(cos, sin, kv_rows(slots, kv_heads, block_size), positions)
 
 
 def rotate_and_store_(qkv: torch.Tensor, cache: torch.Tensor, prepared: Prepared, norm: Norm | None = None) -> None:
     """Turns the products q, k, v of a pass into what attention reads.
 
-    qkv [R, H + 2h, d]: the query heads, key heads and value heads of R rows. Each query and key head is normalised if there
-    is a `norm` (its gain [H + h, d]), then the first r of its d elements are rotated, in place; the keys and values of the
-    first T rows are written to the cache [blocks, 2, h, block_size, d].
+    qkv [R, H + 2h, d] contiguous: the query heads, key heads and value heads of R rows. Each query and key head is
+    normalised if there is a `norm` (its gain [H + h, d]), then the first r of its d elements are rotated. Queries change in
+    place; the keys and values of the first T rows are written to the cache [blocks, 2, h, block_size, d] contiguous, and
+    what is left of the keys in `qkv` is unspecified.
     """
     kv_heads = cache.shape[2]
     heads, width = qkv.shape[1] - 2 * kv_heads, qkv.shape[2]
-    rotated = qkv[:, : heads + kv_heads]
+    check_shape("cache", cache, (cache.shape[0], 2, kv_heads, cache.shape[3], width))
+    check_shape("positions", prepared.positions, (qkv.shape[0],))
     if norm is not None:
         check_shape("gain", norm.gain, (heads + kv_heads, width))
+    if qkv.is_cuda:
+        from lockstep_kernels.rope import kernel
+
+        gain, eps = norm if norm is not None else (None, 0.0)
+        kernel.rotate_and_store_(qkv, cache, prepared.cos, prepared.sin, prepared.positions, prepared.where, gain, eps)
+        return
+    rotated = qkv[:, : heads + kv_heads]
+    if norm is not None:
         rotated.copy_(rms_norm(rotated, *norm))
     rotate_(rotated[..., : prepared.cos.shape[-1]], prepared.cos, prepared.sin)
-    tokens = prepared.rows.shape[0] // (2 * kv_heads)
-    store_kv(qkv[:tokens, heads:], cache, prepared.rows)
+    tokens = prepared.where.shape[0] // (2 * kv_heads)
+    store_kv(qkv[:tokens, heads:], cache, prepared.where)
 
 
 def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

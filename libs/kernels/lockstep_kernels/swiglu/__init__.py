@@ -12,10 +12,11 @@ from lockstep_kernels.rms_norm import Norm, rms_norm
 
 @dataclass(frozen=True, slots=True)
 class GateUp:
-    """Two packed weights [i, d]. Apart, as oneDNN fuses silu into the one and the product into the other."""
+    """Two packed weights [i, d]. Apart on CPU, as oneDNN fuses silu into the one and the product into the other; on CUDA one
+    weight [2i, d], gate first, and `up` is None."""
 
     gate: Packed
-    up: Packed
+    up: Packed | None
 
 
 def pack_gate_up(
@@ -23,18 +24,27 @@ def pack_gate_up(
     up: torch.Tensor,
     gate_bias: torch.Tensor | None = None,
     up_bias: torch.Tensor | None = None,
+    *,
+    deterministic: bool = False,
 ) -> GateUp:
-    """Weights [i, d] and biases [i] for `swiglu`."""
+    """Weights [i, d] and biases [i] for `swiglu`; `deterministic` as in `lockstep_kernels.linear.pack`."""
     if gate.shape != up.shape:
         raise ValueError(f"gate has shape {tuple(gate.shape)}, up has {tuple(up.shape)}")
-    return GateUp(pack(gate, gate_bias), pack(up, up_bias))
+    if not gate.is_cuda:
+        return GateUp(pack(gate, gate_bias), pack(up, up_bias))
+    bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
+    return GateUp(pack(torch.cat((gate, up)), bias, deterministic=deterministic), None)
 
 
 def swiglu(x: torch.Tensor, weight: GateUp, *, norm: Norm | None = None) -> torch.Tensor:
     """silu(x @ gate.T) * (x @ up.T) of x [T, d], normalised first if there is a `norm`: a new [T, i] of x's dtype.
 
-    A row's bits do not depend on T.
+    A row's bits do not depend on T; on CUDA that takes weights packed as deterministic.
     """
+    if weight.up is None:
+        from lockstep_kernels.linear import cuda
+
+        return cuda.gated(x, weight.gate, norm)
     if norm is not None:
         x = rms_norm(x, *norm)
     return linear(x, weight.up, times=linear(x, weight.gate, silu=True))

@@ -167,7 +167,7 @@ def padded_rows(tokens: int, layout: Layout, deterministic: bool) -> int:
     For oneDNN at least two, as products of one row add in another order, and many are rounded up, so that the products of
     at most a few dozen sizes are ever compiled and kept.
     """
-    if layout is Layout.HALF:
+    if layout not in (Layout.ONEDNN, Layout.PLAIN):
         return tokens
     if tokens > ROW_UNIT:
         return -(-tokens // ROW_UNIT) * ROW_UNIT

@@ -1,0 +1,320 @@
+"""Products in Triton: for a few rows, where reading the weight is all there is to do, and with one order of sums for any number.
+
+`skinny` reads whole rows of the weight, each element once, and fuses what stands before and after the product, so that a layer
+of one token is a handful of launches. `tiles` gives a row the same bits whatever stands beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from lockstep_kernels import dependent
+from lockstep_kernels.dependent import release, wait
+
+MOST_SKINNY = 4  # rows
+
+
+@triton.jit
+def _multiply(x, w, ROWS: tl.constexpr):
+    """[ROWS, BLOCK_N, BLOCK_K], or [BLOCK_N, BLOCK_K] of one row: products yet to be added over k."""
+    wide = w.to(tl.float32)
+    return x[None, :] * wide if ROWS == 1 else x[:, None, :] * wide[None, :, :]
+
+
+@triton.jit
+def _weights(w_ptr, at, n, k, N, K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """A tile of the weight, from column `at` on; read once, so it need not stay in the cache."""
+    pointers = w_ptr + at + k[None, :]
+    if EVEN_N and EVEN_K:
+        w = tl.load(pointers, eviction_policy="evict_first")
+    elif EVEN_N:
+        w = tl.load(pointers, mask=(at + k < K)[None, :], other=0.0, eviction_policy="evict_first")
+    else:
+        inside = (n < N)[:, None] & (at + k < K)[None, :]
+        w = tl.load(pointers, mask=inside, other=0.0, eviction_policy="evict_first")
+    return w
+
+
+@triton.jit
+def _operand(x_ptr, at, k, rows, K: tl.constexpr, ROWS: tl.constexpr, EVEN_K: tl.constexpr):
+    """[BLOCK_K] or [ROWS, BLOCK_K] float32; every program reads it, so it should stay."""
+    if ROWS == 1:
+        if EVEN_K:
+            x = tl.load(x_ptr + at + k, eviction_policy="evict_last")
+        else:
+            x = tl.load(x_ptr + at + k, mask=at + k < K, other=0.0, eviction_policy="evict_last")
+    else:
+        t = tl.arange(0, ROWS)[:, None]
+        inside = (t < rows) & (at + k < K)[None, :]
+        x = tl.load(x_ptr + t * K + at + k[None, :], mask=inside, other=0.0, eviction_policy="evict_last")
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _scaled(x, gain_ptr, at, k, K: tl.constexpr, ROWS: tl.constexpr):
+    gain = tl.load(gain_ptr + at + k, mask=at + k < K, other=0.0, eviction_policy="evict_last")
+    return x * gain if ROWS == 1 else x * gain[None, :]
+
+
+@triton.jit
+def _finish(acc, scale, bias_ptr, n, N, ROWS: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr):
+    """[ROWS, BLOCK_N]"""
+    y = tl.sum(acc, axis=1)[None, :] if ROWS == 1 else tl.sum(acc, axis=2)
+    if NORM:
+        y = y * scale
+    if BIAS:
+        y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    return y
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _skinny(
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    gain_ptr,
+    plus_ptr,
+    out_ptr,
+    rows,
+    N,
+    eps,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    GATED: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    PLUS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Rows n of the weight by a program, and rows N + n if it is GATED. The next tile is asked for before this one is used."""
+    EVEN_K: tl.constexpr = K % BLOCK_K == 0
+    release(PDL)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    w_row = w_ptr + n.to(tl.int64)[:, None] * K
+    up_row = w_row
+    w = _weights(w_row, 0, n, k, N, K, EVEN_N, EVEN_K)
+    up = w
+    if GATED:
+        up_row = w_row + N.to(tl.int64) * K
+        up = _weights(up_row, 0, n, k, N, K, EVEN_N, EVEN_K)
+    wait(PDL)
+    if ROWS == 1:
+        acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+        squares = tl.zeros((BLOCK_K,), tl.float32)
+    else:
+        acc = tl.zeros((ROWS, BLOCK_N, BLOCK_K), tl.float32)
+        squares = tl.zeros((ROWS, BLOCK_K), tl.float32)
+    acc_up = acc
+    for at in range(0, K, BLOCK_K):
+        w_next, up_next = w, up
+        if at + BLOCK_K < K:
+            w_next = _weights(w_row, at + BLOCK_K, n, k, N, K, EVEN_N, EVEN_K)
+            if GATED:
+                up_next = _weights(up_row, at + BLOCK_K, n, k, N, K, EVEN_N, EVEN_K)
+        x = _operand(x_ptr, at, k, rows, K, ROWS, EVEN_K)
+        if NORM:
+            squares += x * x
+            x = _scaled(x, gain_ptr, at, k, K, ROWS)
+        acc += _multiply(x, w, ROWS)
+        if GATED:
+            acc_up += _multiply(x, up, ROWS)
+        w, up = w_next, up_next
+    scale = 1.0
+    if NORM:
+        if ROWS == 1:
+            scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+        else:
+            scale = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
+    y = _finish(acc, scale, bias_ptr, n, N, ROWS, NORM, BIAS)
+    if GATED:
+        y = y / (1.0 + tl.exp(-y)) * _finish(acc_up, scale, bias_ptr + N, n, N, ROWS, NORM, BIAS)
+    t = tl.arange(0, ROWS)[:, None]
+    inside = (t < rows) & (n < N)[None, :]
+    if PLUS:
+        y += tl.load(plus_ptr + t * N + n[None, :], mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + t * N + n[None, :], y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True, slots=True)
+class SkinnyConfig:
+    """How many rows of the weight a program takes, how many columns at once, and its warps."""
+
+    block_n: int
+    block_k: int
+    warps: int
+
+
+def skinny_config(n: int, k: int, rows: int, gated: bool) -> SkinnyConfig:
+    """32 elements of the weight a thread and step, fewer where sums of several rows need the registers; whole rows in one
+    step where they are short; and programs enough for every multiprocessor to hold a few."""
+    warps = 8 if n * k >= 1 << 22 else 4
+    elements = 1024 * warps // (triton.next_power_of_2(rows) if rows > 2 else 1) // (2 if gated else 1)
+    block_k = triton.next_power_of_2(k)
+    if block_k > min(2048, elements):
+        sizes = [size for size in (1024, 512) if size <= elements]
+        block_k = min(sizes, key=lambda size: (-(-k // size) * size, -size))
+    block_n = max(1, elements // block_k)
+    while block_n > 1 and triton.cdiv(n, block_n) < 264:
+        block_n //= 2
+    return SkinnyConfig(block_n, block_k, warps)
+
+
+def skinny(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    out: torch.Tensor,
+    gain: torch.Tensor | None = None,
+    eps: float = 0.0,
+    plus: torch.Tensor | None = None,
+    gated: bool = False,
+    config: SkinnyConfig | None = None,
+    pdl: bool | None = None,
+) -> torch.Tensor:
+    """out [T, n] = [silu of] [norm of] x [T, k] @ weight.T + bias [+ plus], T from 1 to 4, in a program that reads weights once.
+
+    `gated`: weight [2n, k] and bias [2n] hold gate and up; out = silu(gate) * up. `out` may be `plus`.
+    """
+    rows, k = x.shape
+    n = out.shape[1]
+    if config is None:
+        config = skinny_config(n, k, rows, gated)
+    pdl = dependent.supported(x.device) if pdl is None else pdl
+    _skinny[(triton.cdiv(n, config.block_n),)](
+        x,
+        weight,
+        x if bias is None else bias,
+        x if gain is None else gain,
+        x if plus is None else plus,
+        out,
+        rows,
+        n,
+        eps,
+        K=k,
+        ROWS=triton.next_power_of_2(rows),
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        EVEN_N=n % config.block_n == 0,
+        GATED=gated,
+        NORM=gain is not None,
+        BIAS=bias is not None,
+        PLUS=plus is not None,
+        PDL=pdl,
+        num_warps=config.warps,
+        launch_pdl=pdl,
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _tiles(
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    plus_ptr,
+    out_ptr,
+    rows,
+    N,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BIAS: tl.constexpr,
+    PLUS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One tile of the result by a program, added over k from 0 on. Tiles of the same columns run side by side: they share weights."""
+    release(PDL)
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    inside_m, inside_n = (m < rows)[:, None], (n < N)[None, :]
+    x_tile = x_ptr + m.to(tl.int64)[:, None] * K + k[None, :]
+    w_tile = w_ptr + n.to(tl.int64)[None, :] * K + k[:, None]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    wait(PDL)
+    for at in range(0, K, BLOCK_K):
+        if K % BLOCK_K:
+            inside = at + k < K
+            x = tl.load(x_tile + at, mask=inside_m & inside[None, :], other=0.0)
+            w = tl.load(w_tile + at, mask=inside_n & inside[:, None], other=0.0)
+        else:
+            x = tl.load(x_tile + at, mask=inside_m, other=0.0)
+            w = tl.load(w_tile + at, mask=inside_n, other=0.0)
+        acc = tl.dot(x, w, acc, input_precision="ieee")
+    if BIAS:
+        acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    at_out = m.to(tl.int64)[:, None] * N + n[None, :]
+    if PLUS:
+        acc += tl.load(plus_ptr + at_out, mask=inside_m & inside_n, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at_out, acc.to(out_ptr.dtype.element_ty), mask=inside_m & inside_n)
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """Rows and columns of the result a program, columns of the operands at once, warps, and tiles in flight."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+
+
+# Both add the same 64 products at a time, in the same order, by the same instruction (64 rows, 16 products): equal bits.
+FIXED_FEW = TileConfig(64, 32, 64, 4, 6)
+FIXED_MANY = TileConfig(128, 128, 64, 8, 4)
+FIXED_MOST_FEW = 128  # rows
+
+
+def fixed_config(rows: int) -> TileConfig:
+    """Of products whose bits must not depend on the number of rows."""
+    return FIXED_FEW if rows <= FIXED_MOST_FEW else FIXED_MANY
+
+
+def tiles(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    out: torch.Tensor,
+    plus: torch.Tensor | None = None,
+    config: TileConfig | None = None,
+    pdl: bool | None = None,
+) -> torch.Tensor:
+    """out [T, n] = x [T, k] @ weight.T + bias [+ plus]. `out` may be `plus`. With `fixed_config`, the default, a row has the
+    same bits for every T."""
+    rows, k = x.shape
+    n = out.shape[1]
+    if config is None:
+        config = fixed_config(rows)
+    pdl = dependent.supported(x.device) if pdl is None else pdl
+    _tiles[(triton.cdiv(rows, config.block_m), triton.cdiv(n, config.block_n))](
+        x,
+        weight,
+        x if bias is None else bias,
+        x if plus is None else plus,
+        out,
+        rows,
+        n,
+        K=k,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        BIAS=bias is not None,
+        PLUS=plus is not None,
+        PDL=pdl,
+        num_warps=config.warps,
+        num_stages=config.stages,
+        launch_pdl=pdl,
+    )
+    return out

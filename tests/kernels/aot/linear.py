@@ -1,0 +1,36 @@
+"""Variants of products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from lockstep_kernels.linear import kernel
+from tests.kernels import launches
+
+BF16 = torch.bfloat16
+SHAPES = {
+    "smollm2-135m": ((960, 576), (576, 576), (576, 1536), (49152, 576)),
+    "llama-3.1-8b": ((6144, 4096), (4096, 4096), (4096, 14336), (128256, 4096)),
+    "qwen3-30b-a3b": ((5120, 2048), (2048, 4096), (151936, 2048)),
+    "deepseek-v2-lite": ((3648, 2048), (2048, 2048), (2048, 2816), (2048, 10944)),
+}
+GATE_UP = {"smollm2-135m": (1536, 576), "llama-3.1-8b": (14336, 4096), "deepseek-v2-lite": (2816, 2048)}
+
+
+def variants() -> Iterator[tuple[str, Callable[[], Any]]]:
+    for model, shapes in SHAPES.items():
+        for n, k in shapes:
+            for rows in (1, 2, 4):
+                x, w, y = (torch.empty(a, b, dtype=BF16) for a, b in ((rows, k), (n, k), (rows, n)))
+                for name, options in (("", {}), (" norm", {"gain": torch.empty(k)}), (" plus", {"plus": y})):
+                    call = partial(kernel.skinny, x, w, None, out=y, pdl=True, **options)
+                    yield from launches.variants(f"{model} {n}x{k} T={rows}{name}", call, 1)
+    for model, (n, k) in GATE_UP.items():
+        for rows in (1, 2, 4):
+            x, w, y = (torch.empty(a, b, dtype=BF16) for a, b in ((rows, k), (2 * n, k), (rows, n)))
+            call = partial(kernel.skinny, x, w, None, out=y, gain=torch.empty(k), gated=True, pdl=True)
+            yield from launches.variants(f"{model} gated {n}x{k} T={rows}", call, 1)

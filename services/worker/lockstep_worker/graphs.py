@@ -64,7 +64,7 @@ class DecodeGraphs:
 
     def capture(self) -> None:
         """Captures all buckets and variants, the largest first, so that the smaller ones share its memory."""
-        started, before = time.perf_counter(), torch.cuda.memory_reserved()
+        started, before = time.perf_counter(), _reserved(self._rows.device)
         gc.collect()
         gc.freeze()  # collecting while a graph is captured would free memory that it must keep
         try:
@@ -78,7 +78,7 @@ class DecodeGraphs:
             "captured decode graphs of %s rows in %.1f s, %.2f GiB",
             ", ".join(map(str, self.sizes)),
             time.perf_counter() - started,
-            (torch.cuda.memory_reserved() - before) / 2**30,
+            (_reserved(self._rows.device) - before) / 2**30,
         )
 
     def launch(self, rows: I64, variant: Variant) -> torch.Tensor:
@@ -134,14 +134,12 @@ class DecodeGraphs:
         return graph.replay
 
     def _step(self, size: int, variant: Variant, inputs: prepare.DecodeInputs) -> None:
-        rows = self._rows
-        index = self._index[:size]
+        rows, index = self._rows, self._index[:size]
         prepare.decode_inputs(index, rows.last, rows.lengths, rows.alive, rows.tables, rows.block_sizes, inputs)
         hidden = self._model.forward(self._step_inputs(size, inputs), self._kv)
         logits = self._model.logits(hidden)
         if variant is Variant.GREEDY:
-            tokens, best = ops.greedy(logits)
-            bad = ~torch.isfinite(best)
+            tokens, bad = ops.sample_greedy(logits)
         else:
             tokens, bad = ops.sample_rows(logits, index, rows.sampling.tables(rows.lengths))
         post_update.finish(
@@ -173,3 +171,8 @@ class DecodeGraphs:
             max_seq_len=self._max_model_len,
             live=inputs.live,
         )
+
+
+def _reserved(device: torch.device) -> int:
+    """Bytes of device memory that torch holds."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0

@@ -21,6 +21,7 @@ from tests.unit.worker.toy import (
     ROWS,
     VOCAB,
     Choice,
+    Mode,
     PlanDriver,
     ToyModel,
     hashed_logits,
@@ -54,11 +55,11 @@ def alone() -> list[tuple[object, ...]]:
     return [results_of({0: solo(ToyModel(), c, window=1)})[0] for c in fresh(MIXED).values()]
 
 
-@pytest.mark.parametrize("lag", [False, True])
+@pytest.mark.parametrize("mode", Mode)
 @pytest.mark.parametrize("chunk", [1000, 2])
 @pytest.mark.parametrize("window", [1, 3, 8])
-def test_batched_rows_equal_lone_rows(alone: list[tuple[object, ...]], window: int, chunk: int, lag: bool) -> None:
-    driver = PlanDriver(make_runner(ToyModel(), lag=lag), window=window)
+def test_batched_rows_equal_lone_rows(alone: list[tuple[object, ...]], window: int, chunk: int, mode: Mode) -> None:
+    driver = PlanDriver(make_runner(ToyModel(), mode=mode), window=window)
     choices = fresh(MIXED)
     driver.add(choices, chunk=chunk)
     driver.finish()
@@ -66,10 +67,10 @@ def test_batched_rows_equal_lone_rows(alone: list[tuple[object, ...]], window: i
 
 
 @settings(max_examples=12, deadline=None)
-@given(data=st.data(), lag=st.booleans())
-def test_preemption_does_not_change_a_row(data: st.DataObject, lag: bool) -> None:
+@given(data=st.data(), mode=st.sampled_from(Mode))
+def test_preemption_does_not_change_a_row(data: st.DataObject, mode: Mode) -> None:
     choices = fresh(MIXED[:3])
-    driver = PlanDriver(make_runner(ToyModel(), lag=lag), window=data.draw(st.integers(1, 5)))
+    driver = PlanDriver(make_runner(ToyModel(), mode=mode), window=data.draw(st.integers(1, 5)))
     driver.add(choices)
     for _ in range(3):
         driver.settle()
@@ -108,8 +109,8 @@ def test_stop_wins_over_length() -> None:
     assert solo(ToyModel(), Choice((1, 2, 3), Sampling(stop_ids=(output[-1],)), limit=5)).end == Flag.STOP
 
 
-@pytest.mark.parametrize("lag", [False, True])
-def test_nan_ends_its_row_only(lag: bool) -> None:
+@pytest.mark.parametrize("mode", Mode)
+def test_nan_ends_its_row_only(mode: Mode) -> None:
     poison = 13
 
     def logits(history: tuple[int, ...]) -> np.ndarray:
@@ -119,7 +120,7 @@ def test_nan_ends_its_row_only(lag: bool) -> None:
         return values
 
     healthy = solo(ToyModel(), Choice((1, 2, 3), SEEDED, limit=20)).output
-    driver = PlanDriver(make_runner(ToyModel(logits), lag=lag), window=8)
+    driver = PlanDriver(make_runner(ToyModel(logits), mode=mode), window=8)
     choices = {
         0: Choice((1, 2, 3), SEEDED, limit=20),
         1: Choice((poison, 4), Sampling(temperature=1.0, seed=5, logprobs=2), limit=20),

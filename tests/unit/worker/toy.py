@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -72,9 +73,11 @@ class ToyModel:
         layer[blocks, 1, 0, offsets, 0] = inputs.positions.float()
         wanted = set(inputs.logits_index.tolist())
         rows = []
-        for i, (count, length) in enumerate(zip(inputs.query_lens, inputs.host_seq_lens, strict=True)):
+        lens = inputs.seq_lens.tolist()
+        assert not inputs.query_lens or list(inputs.host_seq_lens) == lens
+        for i, (count, length) in enumerate(zip(inputs.query_lens or (1,) * len(lens), lens, strict=True)):
             last = int(inputs.query_starts[i]) + count - 1
-            assert int(inputs.seq_lens[i]) == length <= inputs.max_seq_len
+            assert length <= inputs.max_seq_len
             if last in wanted:
                 rows.append(self.logits_of(self._history(layer, inputs.block_tables[0][i], length, kv.block_size)))
         return torch.from_numpy(np.stack(rows)) if rows else torch.zeros(0, VOCAB)
@@ -96,10 +99,42 @@ class InstantMark:
         return False
 
 
-def make_runner(model: ToyModel, *, lag: bool = False, max_rows: int = ROWS) -> Runner:
-    """A configured runner; `lag`: as on an asynchronous device, results are read a step late."""
-    mark: Callable[[], Mark] | None = InstantMark if lag else None
-    loaded = Loaded(model, TokenSampler, "toy", "float32", CPU, True, max_rows, MAX_LEN, BLOCK, BLOCKS, mark)
+class SecondLookMark(InstantMark):
+    """Of work that is done when it is looked for a second time."""
+
+    def __init__(self) -> None:
+        self._looked = False
+
+    def query(self) -> bool:
+        looked, self._looked = self._looked, True
+        return looked
+
+
+class Mode(enum.Enum):
+    """How the runner meets its device."""
+
+    NOW = "operations are done when they return"
+    LATE = "as on an asynchronous device, results are read a step late"
+    REPLAYED = "decode windows as on CUDA, each step called instead of replayed"
+
+
+def make_runner(model: ToyModel, *, mode: Mode = Mode.NOW, max_rows: int = ROWS) -> Runner:
+    """A configured runner."""
+    marks: dict[Mode, Callable[[], Mark]] = {Mode.LATE: InstantMark, Mode.REPLAYED: SecondLookMark}
+    loaded = Loaded(
+        model,
+        TokenSampler,
+        "toy",
+        "float32",
+        CPU,
+        True,
+        max_rows,
+        MAX_LEN,
+        BLOCK,
+        BLOCKS,
+        marks.get(mode),
+        graphs=mode is Mode.REPLAYED,
+    )
     runner = Runner(lambda progress: loaded)
     runner.load(lambda share, message: None)
     runner.configure(GroupConfig(1, 1, 0, 0, 0, 1, 1, "", 0, max_rows, MAX_LEN, 32, 8, BLOCKS))
@@ -254,9 +289,9 @@ def u32(values: Iterable[int]) -> np.ndarray:
     return np.array(list(values), np.uint32)
 
 
-def solo(model: ToyModel, choice: Choice, *, window: int = 4, row: int = 0, lag: bool = False) -> Choice:
+def solo(model: ToyModel, choice: Choice, *, window: int = 4, row: int = 0, mode: Mode = Mode.NOW) -> Choice:
     """The choice run alone to its end."""
-    driver = PlanDriver(make_runner(model, lag=lag), window=window)
+    driver = PlanDriver(make_runner(model, mode=mode), window=window)
     driver.add({row: choice})
     driver.finish()
     return choice

@@ -10,9 +10,10 @@ import torch
 
 from lockstep_kernels.checks import check_shape
 from lockstep_kernels.mla import cpu, reference
-from lockstep_kernels.mla.batch import Expansion, LatentBatch
+from lockstep_kernels.mla.batch import Expansion, LatentBatch, Prepared
+from lockstep_kernels.rms_norm import Norm
 
-__all__ = ["Expansion", "LatentBatch", "attention", "pack", "prepare", "store_"]
+__all__ = ["Expansion", "LatentBatch", "Prepared", "attention", "pack", "prepare"]
 
 
 def pack(weight: torch.Tensor, heads: int, nope: int) -> Expansion:
@@ -24,60 +25,67 @@ def pack(weight: torch.Tensor, heads: int, nope: int) -> Expansion:
     return Expansion(weight if weight.is_cuda else weight.float(), nope)
 
 
-def store_(
-    q: torch.Tensor,
-    latents: torch.Tensor,
-    gain: torch.Tensor,
-    eps: float,
+def prepare(
+    batch: LatentBatch,
+    expansion: Expansion,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    cache: torch.Tensor,
     slots: torch.Tensor,
     *,
     interleaved: bool,
-) -> None:
-    """Finishes a pass's projections in place and writes its latents into one layer's cache.
+    dtype: torch.dtype,
+) -> Prepared:
+    """What all layers of a pass share, whose expansions have the shapes of `expansion` and whose queries are of `dtype`.
 
-    q [T, H, nope + rope]: the last `rope` values of each head are rotated. latents [T, rank + rope]: the first `rank` are
-    normalised (gain float32 [rank]), the others rotated. Tokens of both may be strided. cos and sin float32 [T, rope / 2];
-    angle i turns the values 2i and 2i + 1 if `interleaved`, else i and i + rope / 2. cache [blocks, 1, 1, block_size, rank + rope] contiguous,
-    slots [T] int64. Computed in float32, rounded once. Slots of tokens that must not write lie in the null block and may repeat.
+    cos and sin float32 [T, rope / 2] of the tokens' positions: angle i turns the values 2i and 2i + 1 of a rotated part if
+    `interleaved`, else i and i + rope / 2. slots [T] int64: where their latents go; those of tokens that must not write
+    lie in the null block and may repeat. Valid for one pass. On CUDA, ValueError names a width that the kernels do not have.
     """
-    tokens, width = latents.shape
-    rope = 2 * cos.shape[-1]
-    check_shape("q", q, (tokens, *q.shape[1:]))
-    check_shape("gain", gain, (width - rope,))
-    check_shape("sin", sin, tuple(cos.shape))
-    check_shape("cos", cos, (tokens, rope // 2))
-    check_shape("cache", cache, (cache.shape[0], 1, 1, cache.shape[3], width))
+    tokens, half = cos.shape
+    check_shape("sin", sin, (tokens, half))
     check_shape("slots", slots, (tokens,))
-    reference.store(q, latents, gain, eps, cos, sin, cache, slots, interleaved)
+    if cos.is_cuda:
+        from lockstep_kernels.mla import cuda
 
-
-def prepare(batch: LatentBatch, expansion: Expansion) -> cpu.Prepared:
-    """What all layers of a pass share, whose expansions have the shapes of `expansion`. Valid for one pass."""
-    return cpu.prepare(batch)
+        cuda.check_widths(expansion, 2 * half)
+        plan: object = cuda.prepare(batch, expansion, dtype)
+    else:
+        plan = cpu.prepare(batch)
+    return Prepared(cos, sin, slots, interleaved, plan)
 
 
 def attention(
     q: torch.Tensor,
     latents: torch.Tensor,
+    norm: Norm,
     cache: torch.Tensor,
-    prepared: cpu.Prepared,
+    prepared: Prepared,
     expansion: Expansion,
     *,
     scale: float,
     out: torch.Tensor,
 ) -> None:
-    """out[t] = concat over heads of softmax(scale * q[t] . K) V, over the keys of t's sequence up to t itself.
+    """Finishes a layer's projections, writes its latents into the cache, and attends:
+    out[t] = concat over heads of softmax(scale * q[t] . K) V, over the keys of t's sequence up to t itself.
 
-    q [T, H, nope + rope] and latents [T, rank + rope] as `store_` left them (both may be strided); the cache holds the latents
-    of all positions of the batch, those of the new tokens included; out [T', H * value] with T' >= T, of which the first T
-    rows are written. Slots beyond a sequence's length and the null block may hold anything, NaN too.
+    q [T, H, nope + rope]: the last `rope` values of each head are rotated. latents [T, rank + rope]: the first `rank` are
+    normalised (gain [rank]), the others rotated. Both in place, computed in float32 and rounded once; tokens may be strided.
+    cache [blocks, 1, 1, block_size, rank + rope] contiguous, of one layer. out [T', H * value] with T' >= T, of which the
+    first T rows are written. Slots beyond a sequence's length and the null block may hold anything, NaN too.
+    On CPU a token's bits depend neither on the other sequences, nor on how its prompt was cut, nor on prefill against decode.
     """
     tokens, width = latents.shape
     rope = width - expansion.rank
     check_shape("q", q, (tokens, expansion.heads, expansion.nope + rope))
+    check_shape("gain", norm.gain, (expansion.rank,))
+    check_shape("cos", prepared.cos, (tokens, rope // 2))
     check_shape("cache", cache, (cache.shape[0], 1, 1, cache.shape[3], width))
     check_shape("out", out, (out.shape[0], expansion.heads * expansion.value))
-    cpu.attention(q, cache, prepared, expansion, scale, out)
+    if isinstance(prepared.plan, tuple):
+        p = prepared
+        reference.store(q, latents, norm.gain, norm.eps, p.cos, p.sin, cache, p.slots, p.interleaved)
+        cpu.attention(q, cache, prepared.plan, expansion, scale, out)
+    else:
+        from lockstep_kernels.mla import cuda
+
+        cuda.attention(q, latents, norm, cache, prepared, expansion, scale, out)

@@ -70,3 +70,14 @@ class Expansion:
     def values(self) -> torch.Tensor:
         """[H, rank, value], a view."""
         return self.weight[:, self.nope :].transpose(1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What all layers of a pass share: angles and slots of its tokens, and the device's plan of the work."""
+
+    cos: torch.Tensor  # float32 [T, rope / 2]
+    sin: torch.Tensor
+    slots: torch.Tensor  # [T] int64
+    interleaved: bool
+    plan: object

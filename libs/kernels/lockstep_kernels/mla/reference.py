@@ -18,7 +18,7 @@ def store(
     slots: torch.Tensor,
     interleaved: bool,
 ) -> None:
-    """See `store_`."""
+    """Norm, rotation and cache write: see the public function."""
     rank, rope = gain.shape[0], 2 * cos.shape[-1]
     compressed = latents[:, :rank].float()
     scale = torch.rsqrt(compressed.square().mean(-1, keepdim=True) + eps)

@@ -158,18 +158,20 @@ class LatentPass:
     ) -> None:
         self._c = c
         self._tokens = inputs.token_ids.shape[0]
-        self._slots = inputs.slots[0]
-        self._cos, self._sin = (table[inputs.positions] for table in tables)
+        cos, sin = (table[inputs.positions] for table in tables)
         batch = mla.LatentBatch(
-            inputs.kind is Kind.DECODE,
+            inputs.kind is Kind.DECODE and len(inputs.seq_lens) == self._tokens,  # not tokens that are replayed
             inputs.query_lens,
             inputs.host_seq_lens,
             inputs.seq_lens,
             inputs.block_tables[0],
             kv.block_size,
         )
-        self._prepared = mla.prepare(batch, expansion)
-        self._mixed = torch.zeros(rows, c.heads * c.value, dtype=dtype, device=self._cos.device)
+        self._prepared = mla.prepare(
+            batch, expansion, cos, sin, inputs.slots[0], interleaved=c.interleaved, dtype=dtype
+        )
+        self._mixed = torch.empty(rows, c.heads * c.value, dtype=dtype, device=cos.device)
+        self._mixed[self._tokens :] = 0
 
     def attend(
         self,
@@ -188,10 +190,9 @@ class LatentPass:
         if weights.q is not None and weights.q_norm is not None:
             first = linear(rms_norm(first, *weights.q_norm), weights.q)
         q = first[: self._tokens].view(-1, c.heads, c.nope + c.head_dim)
-        mla.store_(
-            q, latents, *weights.latent_norm, self._cos, self._sin, cache, self._slots, interleaved=c.interleaved
+        mla.attention(
+            q, latents, weights.latent_norm, cache, self._prepared, weights.expansion, scale=c.scale, out=self._mixed
         )
-        mla.attention(q, latents, cache, self._prepared, weights.expansion, scale=c.scale, out=self._mixed)
         if kept is None:
             return linear(self._mixed, weights.out, plus=hidden)
         return linear(self._mixed[kept], weights.out, plus=hidden[kept])

@@ -1,0 +1,300 @@
+"""Latent attention on CUDA: chooses kernels and their shapes, and lays out a pass's work for all layers.
+
+- Decode: `plan_decode` once a step; in each layer `finish` (norm, rotation, cache write, and the queries absorbed), then `decode`:
+  softmax(q . latents) latents in parts of the sequences, and the parts' sum times the weights of the values. No length is
+  needed on the host.
+- Prompts: the new tokens of a pass attend to themselves, expanded. What lies in the cache before them is gathered and expanded
+  in pieces of bounded size, one after the other, each merged into the result by log-sum-exp. So memory depends on the pass,
+  not on the context.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import triton
+
+from lockstep_kernels.mla import kernel
+from lockstep_kernels.mla.batch import Expansion, LatentBatch, Prepared
+from lockstep_kernels.rms_norm import Norm
+
+TILE: Final = 64  # keys
+MANY: Final = 16  # sequences from which on merging is a matrix product
+_ROWS: Final = 16  # queries that one program absorbs at least
+QUERIES: Final = 128  # of one program
+PIECE_BYTES: Final = 1 << 27  # of a piece's keys and values
+
+_Span = tuple[int, int, int, int, int]  # first query, queries, first key, keys, keys that the first query sees
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """Which program attends to what: the tiles of all sequences one after the other, in equal shares.
+
+    A sequence is in as many parts as programs have a share of it. Program p's part of sequence b is part p + b, as each
+    next part is of the next program or of the next sequence. `plan` int32: each program's first sequence [programs], tiles a
+    share [1], first tile of each sequence and the end [B + 1]. Made on the device, so that a captured step follows the lengths.
+    """
+
+    programs: int
+    plan: torch.Tensor
+    seq_lens: torch.Tensor  # [B] int64
+    table: torch.Tensor  # [B, W] int64
+    block_size: int
+    parts: torch.Tensor  # workspace float32 [programs + B, H, rank]
+    lse: torch.Tensor  # workspace float32 [programs + B, H], of base 2
+
+    @property
+    def sequences(self) -> int:
+        return self.seq_lens.shape[0]
+
+
+def check_widths(expansion: Expansion, rope: int) -> None:
+    """Raises ValueError naming what the kernels do not have."""
+    for name, width in (("kv_lora_rank", expansion.rank), ("qk_rope_head_dim", rope)):
+        if width < 16 or width & (width - 1):
+            raise ValueError(f"{name} is {width}: on CUDA it must be a power of two from 16 on")
+
+
+def prepare(batch: LatentBatch, expansion: Expansion, dtype: torch.dtype) -> DecodePlan | PromptPlan:
+    """The plan of a pass."""
+    if batch.decode:
+        return plan_decode(batch.seq_lens, batch.block_table, batch.block_size, expansion)
+    return plan_prompts(batch, expansion, dtype)
+
+
+def attention(
+    q: torch.Tensor,
+    latents: torch.Tensor,
+    norm: Norm,
+    cache: torch.Tensor,
+    prepared: Prepared,
+    expansion: Expansion,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """See the public function."""
+    plan = prepared.plan
+    if isinstance(plan, DecodePlan):
+        absorbed = finish(q, latents, norm, cache, prepared, expansion)
+        assert absorbed is not None
+        decode(q, absorbed, cache, plan, expansion, scale, out)
+        return
+    assert isinstance(plan, PromptPlan)
+    finish(q, latents, norm, cache, prepared)
+    attend(q, latents, cache, plan, expansion, scale, out)
+
+
+def plan_decode(
+    seq_lens: torch.Tensor, table: torch.Tensor, block_size: int, expansion: Expansion, programs: int | None = None
+) -> DecodePlan:
+    """`programs` is for tests; by default there is one a multiprocessor."""
+    sequences, heads = seq_lens.shape[0], expansion.heads
+    if programs is None:
+        programs = max(1, _multiprocessors(seq_lens.device) // triton.cdiv(heads, _block_heads(heads)))
+    plan = seq_lens.new_empty(programs + sequences + 2, dtype=torch.int32)
+    kernel.plan_kernel[(programs,)](
+        seq_lens, plan, sequences, TILE=TILE, BLOCK=triton.next_power_of_2(sequences), num_warps=4
+    )
+    parts = torch.empty(programs + sequences, heads, expansion.rank, dtype=torch.float32, device=seq_lens.device)
+    return DecodePlan(programs, plan, seq_lens, table, block_size, parts, torch.empty_like(parts[..., 0]))
+
+
+def finish(
+    q: torch.Tensor,
+    latents: torch.Tensor,
+    norm: Norm,
+    cache: torch.Tensor,
+    prepared: Prepared,
+    expansion: Expansion | None = None,
+) -> torch.Tensor | None:
+    """Norm, rotation and cache write; with an `expansion`, also the absorbed queries [T, H, rank]."""
+    tokens, heads, width = q.shape
+    rank = norm.gain.shape[0]
+    rope = latents.shape[1] - rank
+    nope = width - rope
+    absorbed = None if expansion is None else torch.empty(tokens, heads, rank, dtype=q.dtype, device=q.device)
+    weight = q if expansion is None else expansion.weight
+    rows = min(64, max(_ROWS, triton.next_power_of_2(tokens)))
+    columns = min(rank, 64 if tokens <= 64 else 128)
+    tiles = 0 if expansion is None else triton.cdiv(tokens, rows) * heads * (rank // columns)
+    kernel.finish_kernel[(tokens + tiles,)](
+        q, latents, norm.gain, prepared.cos, prepared.sin, cache, prepared.slots, weight, q if absorbed is None else absorbed,
+        tokens, q.stride(0), q.stride(1), latents.stride(0), 0 if expansion is None else weight.stride(0), norm.eps,
+        HEADS=heads, BLOCK_H=triton.next_power_of_2(heads), NOPE=nope, BLOCK_NOPE=max(16, triton.next_power_of_2(nope)),
+        ROPE=rope, RANK=rank, INTERLEAVED=prepared.interleaved, ROWS=rows, COLUMNS=columns, PRECISION=_precision(q), num_warps=4,
+    )  # fmt: skip
+    return absorbed
+
+
+def decode(
+    q: torch.Tensor,
+    absorbed: torch.Tensor,
+    cache: torch.Tensor,
+    plan: DecodePlan,
+    expansion: Expansion,
+    scale: float,
+    out: torch.Tensor,
+    many: int = MANY,
+) -> None:
+    """See `attention`; `absorbed` of `finish`. A sequence without positions gets zeros."""
+    heads, rank, value = expansion.heads, expansion.rank, expansion.value
+    block, rope = _block_heads(heads), q.shape[2] - expansion.nope
+    kernel.decode_kernel[(plan.programs, triton.cdiv(heads, block))](
+        absorbed, q, cache, plan.table, plan.seq_lens, plan.plan, plan.parts, plan.lse,
+        plan.sequences, q.stride(0), q.stride(1), plan.table.stride(0), scale * math.log2(math.e),
+        NOPE=expansion.nope, HEADS=heads, BLOCK_H=block, RANK=rank, ROPE=rope, BLOCK_SIZE=plan.block_size, TILE=TILE,
+        PRECISION=_precision(q), num_warps=8 if block > 16 else 4, num_stages=2,
+    )  # fmt: skip
+    columns = triton.next_power_of_2(value)
+    if plan.sequences < many:
+        columns = min(columns, 32)
+        kernel.merge_row_kernel[(heads, plan.sequences, triton.cdiv(value, columns))](
+            plan.parts, plan.lse, plan.plan, expansion.weight, out, plan.programs, out.stride(0),
+            HEADS=heads, NOPE=expansion.nope, VALUE=value, RANK=rank, COLUMNS=columns, PARTS=8, num_warps=4,
+        )  # fmt: skip
+    else:
+        kernel.merge_rows_kernel[(heads, triton.cdiv(plan.sequences, MANY))](
+            plan.parts, plan.lse, plan.plan, expansion.weight, out, plan.programs, plan.sequences, out.stride(0),
+            HEADS=heads, NOPE=expansion.nope, VALUE=value, RANK=rank, ROWS=MANY, COLUMNS=max(16, columns),
+            INNER=min(rank, 128), PRECISION=_precision(q), num_warps=4,
+        )  # fmt: skip
+
+
+def _block_heads(heads: int) -> int:
+    """Heads of one program: the columns of its products, so no more than needed, and registers hold 64 at most."""
+    return min(64, max(16, triton.next_power_of_2(heads)))
+
+
+def _precision(operand: torch.Tensor) -> str:
+    return "ieee" if operand.dtype == torch.float32 else "tf32"
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Cached positions that are expanded together: their slots in the cache [n] int64, and the spans that see them."""
+
+    slots: torch.Tensor
+    spans: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlan:
+    """The work of a pass. `spans` int32 [N, 5]: tiles of queries against keys, see `_Span`; the longest come first."""
+
+    spans: torch.Tensor
+    pieces: tuple[Piece, ...]
+
+
+def plan_prompts(batch: LatentBatch, expansion: Expansion, dtype: torch.dtype, piece: int | None = None) -> PromptPlan:
+    """`piece`: positions of a piece at most, for tests."""
+    device = batch.seq_lens.device
+    if piece is None:
+        piece = max(QUERIES, PIECE_BYTES // (expansion.weight[..., 0].numel() * dtype.itemsize))
+    own: list[_Span] = []
+    pieces: list[list[_Span]] = []
+    owners: list[tuple[int, int]] = []  # sequences with cached positions, and how many
+    first, room = 0, 0
+    for i, (new, total) in enumerate(zip(batch.query_lens, batch.host_seq_lens, strict=True)):
+        own += _tiles(first, new, first, new, causal=True)
+        left = total - new
+        if left:
+            owners.append((i, left))
+        while left:
+            if not room:
+                pieces.append([])
+                room = piece
+            count = min(left, room)
+            pieces[-1] += _tiles(first, new, piece - room, count, causal=False)
+            left, room = left - count, room - count
+        first += new
+    groups = [sorted(spans, key=lambda span: -_work(span)) for spans in (own, *pieces)]
+    flat = _upload([value for spans in groups for span in spans for value in span], torch.int32, device).view(-1, 5)
+    spans, *others = torch.split(flat, [len(spans) for spans in groups])
+    slots = torch.split(_cached_slots(batch, owners), piece) if owners else ()
+    return PromptPlan(spans, tuple(Piece(*pair) for pair in zip(slots, others, strict=True)))
+
+
+def attend(
+    q: torch.Tensor,
+    latents: torch.Tensor,
+    cache: torch.Tensor,
+    plan: PromptPlan,
+    expansion: Expansion,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """See `attention`."""
+    tokens, heads, _ = q.shape
+    state = lse = out
+    if plan.pieces:
+        state = torch.empty(tokens, heads * expansion.value, dtype=torch.float32, device=q.device)
+        lse = torch.full((tokens, heads), -torch.inf, dtype=torch.float32, device=q.device)
+    rows = cache.view(-1, cache.shape[-1])
+    for piece in plan.pieces:
+        _launch(q, rows[piece.slots], piece.spans, expansion, scale, state, lse, state, True)
+    _launch(q, latents, plan.spans, expansion, scale, state, lse, out, bool(plan.pieces))
+
+
+def _launch(
+    q: torch.Tensor,
+    latents: torch.Tensor,
+    spans: torch.Tensor,
+    expansion: Expansion,
+    scale: float,
+    state: torch.Tensor,
+    lse: torch.Tensor,
+    out: torch.Tensor,
+    merge: bool,
+) -> None:
+    """Attends to the expanded latents [S, rank + rope]; with `merge` on top of what (state, lse) have, updating lse."""
+    rank, heads, nope, value = expansion.rank, expansion.heads, expansion.nope, expansion.value
+    expanded = torch.nn.functional.linear(latents[:, :rank], expansion.weight.view(-1, rank))
+    wide = q.dtype == torch.float32
+    kernel.attend_kernel[(heads, spans.shape[0])](
+        q, expanded, latents, spans, state, lse, out,
+        q.stride(0), q.stride(1), expanded.stride(0), latents.stride(0), out.stride(0), scale * math.log2(math.e),
+        HEADS=heads, NOPE=nope, BLOCK_NOPE=max(16, triton.next_power_of_2(nope)), ROPE=q.shape[2] - nope, RANK=rank,
+        VALUE=value, BLOCK_VALUE=max(16, triton.next_power_of_2(value)), MERGE=merge, ROWS=QUERIES, TILE=32 if wide else 64,
+        PRECISION="ieee" if wide else "tf32", num_warps=8, num_stages=2 if wide else 3,
+    )  # fmt: skip
+
+
+def _tiles(first: int, new: int, first_key: int, keys: int, *, causal: bool) -> Iterator[_Span]:
+    for start in range(0, new, QUERIES):
+        count = min(QUERIES, new - start)
+        visible = start + 1 if causal else keys
+        yield first + start, count, first_key, min(keys, visible + count - 1), visible
+
+
+def _work(span: _Span) -> int:
+    return span[3]
+
+
+def _cached_slots(batch: LatentBatch, owners: list[tuple[int, int]]) -> torch.Tensor:
+    """Slots of all cached positions, sequence after sequence."""
+    device, size = batch.seq_lens.device, batch.block_size
+    sequences, counts = _upload([value for pair in owners for value in pair], torch.int64, device).view(-1, 2).unbind(1)
+    total = sum(count for _, count in owners)
+    starts = counts.cumsum(0) - counts
+    owner = torch.repeat_interleave(torch.arange(len(owners), device=device), counts, output_size=total)
+    positions = torch.arange(total, device=device) - starts[owner]
+    return batch.block_table[sequences[owner], positions // size] * size + positions % size
+
+
+def _upload(values: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Through page-locked memory, so that the host does not wait for the device."""
+    tensor = torch.tensor(values, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

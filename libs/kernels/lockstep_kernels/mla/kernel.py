@@ -1,0 +1,342 @@
+"""Latent attention in Triton. Softmax is in base 2: `scale` comes multiplied by log2(e).
+
+Prompts are expanded: every head has keys and values of its own, and a program attends to tiles of them for some queries.
+
+A decode step is absorbed: the weights that would expand a latent into keys meet the queries instead, those that would expand it
+into values meet the result. So all heads share one key of rank + rope values, of which the first `rank` are the value too, and
+a step reads each cached latent once.
+"""
+
+# Triton's language has no types, and a kernel's parameters none that Python knows.
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["sequences"])
+def plan_kernel(lens_ptr, plan_ptr, sequences, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    i = tl.arange(0, BLOCK)
+    lens = tl.load(lens_ptr + i, mask=i < sequences, other=0).to(tl.int32)
+    tiles = tl.cdiv(lens, TILE)
+    ends = tl.cumsum(tiles, 0)
+    share = tl.maximum(tl.cdiv(tl.sum(tiles, 0), programs), 1)
+    before = (ends <= program * share) & (i < sequences)
+    tl.store(plan_ptr + program, tl.sum(before.to(tl.int32), 0))
+    if program == 0:
+        tl.store(plan_ptr + programs, share)
+        tl.store(plan_ptr + programs + 1, 0)
+        tl.store(plan_ptr + programs + 2 + i, ends, mask=i < sequences)
+
+
+@triton.jit
+def _turn(ptr, cos, sin, first, second, mask):
+    """Rotates the pairs at ptr + first and ptr + second; returns them."""
+    a = tl.load(ptr + first, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(ptr + second, mask=mask, other=0.0).to(tl.float32)
+    turned_a = (a * cos - b * sin).to(ptr.dtype.element_ty)
+    turned_b = (b * cos + a * sin).to(ptr.dtype.element_ty)
+    tl.store(ptr + first, turned_a, mask=mask)
+    tl.store(ptr + second, turned_b, mask=mask)
+    return turned_a, turned_b
+
+
+@triton.jit
+def _finish_token(
+    q_ptr, latent, gain_ptr, cos_ptr, sin_ptr, cached, eps, q_head,
+    HEADS: tl.constexpr, BLOCK_H: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, RANK: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Norm and rotation of one token, in place, and its latent's copy in the cache; all pointers are the token's."""
+    HALF: tl.constexpr = ROPE // 2
+    i, pair, head = tl.arange(0, RANK), tl.arange(0, HALF), tl.arange(0, BLOCK_H)
+    first = pair * 2 if INTERLEAVED else pair
+    second = first + (1 if INTERLEAVED else HALF)
+    cos, sin = tl.load(cos_ptr + pair), tl.load(sin_ptr + pair)
+    x = tl.load(latent + i).to(tl.float32)
+    x = x * tl.rsqrt(tl.sum(x * x, 0) / RANK + eps) * tl.load(gain_ptr + i)
+    normed = x.to(latent.dtype.element_ty)
+    tl.store(latent + i, normed)
+    tl.store(cached + i, normed.to(cached.dtype.element_ty))
+    a, b = _turn(latent + RANK, cos, sin, first, second, pair < HALF)
+    tl.store(cached + RANK + first, a.to(cached.dtype.element_ty))
+    tl.store(cached + RANK + second, b.to(cached.dtype.element_ty))
+    heads = head[:, None] * q_head
+    there = (head < HEADS)[:, None]
+    _turn(q_ptr + NOPE, cos[None, :], sin[None, :], heads + first[None, :], heads + second[None, :], there)
+
+
+@triton.jit
+def _absorb(
+    q_ptr, weight_ptr, absorbed_ptr, tile, tokens, q_token, q_head, weight_head,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, BLOCK_NOPE: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of the queries of one head, times the weights that would expand keys."""
+    column = (tile % (RANK // COLUMNS)) * COLUMNS + tl.arange(0, COLUMNS)
+    head = (tile // (RANK // COLUMNS)) % HEADS
+    row = tile // (RANK // COLUMNS) // HEADS * ROWS + tl.arange(0, ROWS)
+    known = (row < tokens)[:, None]
+    k = tl.arange(0, BLOCK_NOPE)
+    w = tl.load(
+        weight_ptr + head.to(tl.int64) * weight_head + k[:, None] * RANK + column[None, :],
+        mask=(k < NOPE)[:, None], other=0.0,
+    )  # fmt: skip
+    q = tl.load(
+        q_ptr + row[:, None].to(tl.int64) * q_token + head * q_head + k[None, :],
+        mask=known & (k < NOPE)[None, :], other=0.0,
+    )  # fmt: skip
+    y = tl.dot(q, w, input_precision=PRECISION)
+    to = absorbed_ptr + (row[:, None].to(tl.int64) * HEADS + head) * RANK + column[None, :]
+    tl.store(to, y.to(absorbed_ptr.dtype.element_ty), mask=known)
+
+
+@triton.jit(do_not_specialize=["tokens", "eps"])
+def finish_kernel(
+    q_ptr, latents_ptr, gain_ptr, cos_ptr, sin_ptr, cache_ptr, slots_ptr, weight_ptr, absorbed_ptr,
+    tokens, q_token, q_head, latents_token, weight_head, eps,
+    HEADS: tl.constexpr, BLOCK_H: tl.constexpr, NOPE: tl.constexpr, BLOCK_NOPE: tl.constexpr, ROPE: tl.constexpr,
+    RANK: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The first `tokens` programs each finish a token, the others each absorb a tile of queries."""
+    program = tl.program_id(0)
+    if program < tokens:
+        token = program.to(tl.int64)
+        angles = token * (ROPE // 2)
+        _finish_token(
+            q_ptr + token * q_token, latents_ptr + token * latents_token, gain_ptr, cos_ptr + angles, sin_ptr + angles,
+            cache_ptr + tl.load(slots_ptr + token) * (RANK + ROPE), eps, q_head,
+            HEADS, BLOCK_H, NOPE, ROPE, RANK, INTERLEAVED,
+        )  # fmt: skip
+    else:
+        _absorb(
+            q_ptr, weight_ptr, absorbed_ptr, program - tokens, tokens, q_token, q_head, weight_head,
+            HEADS, NOPE, BLOCK_NOPE, RANK, ROWS, COLUMNS, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["sequences", "table_row"])
+def decode_kernel(
+    absorbed_ptr, q_ptr, cache_ptr, table_ptr, lens_ptr, plan_ptr, parts_ptr, lse_ptr,
+    sequences, q_token, q_head, table_row, scale,
+    NOPE: tl.constexpr, HEADS: tl.constexpr, BLOCK_H: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Scores are [keys, heads] and results [rank, heads]: the keys and the rank fill the rows of matrix instructions, and the
+    few heads are their columns, of which there may be as few as eight."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    starts = plan_ptr + programs + 1
+    share = tl.load(plan_ptr + programs)
+    tile = program * share
+    end = tl.minimum(tile + share, tl.load(starts + sequences))
+    if tile >= end:
+        return
+    sequence = tl.load(plan_ptr + program)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    i, r, key = tl.arange(0, RANK), tl.arange(0, ROPE), tl.arange(0, TILE)
+    there = (head < HEADS)[:, None]
+    while tile < end:
+        start, until = tl.load(starts + sequence), tl.minimum(end, tl.load(starts + sequence + 1))
+        if until > tile:
+            length = tl.load(lens_ptr + sequence).to(tl.int32)
+            token = sequence.to(tl.int64)
+            q = tl.load(absorbed_ptr + (token * HEADS + head[:, None]) * RANK + i[None, :], mask=there, other=0.0)
+            q_rope = tl.load(
+                q_ptr + token * q_token + head[:, None] * q_head + NOPE + r[None, :], mask=there, other=0.0
+            )
+            table = table_ptr + token * table_row
+            best = tl.full((BLOCK_H,), -float("inf"), tl.float32)
+            sum = tl.zeros((BLOCK_H,), tl.float32)
+            mixed = tl.zeros((RANK, BLOCK_H), tl.float32)
+            block = tl.load(table + (tile - start) * TILE // BLOCK_SIZE)
+            for j in range(tile - start, until - start):
+                position = j * TILE + key
+                valid = position < length
+                if BLOCK_SIZE < TILE:
+                    blocks = tl.load(table + position // BLOCK_SIZE, mask=valid, other=0)
+                    latent = cache_ptr + (blocks * BLOCK_SIZE + position % BLOCK_SIZE)[:, None] * (RANK + ROPE)
+                else:  # a tile lies in one block, whose number was loaded a tile ahead
+                    row = block * BLOCK_SIZE + (j * TILE) % BLOCK_SIZE
+                    block = tl.load(table + tl.minimum(j + 1, until - start - 1) * TILE // BLOCK_SIZE)
+                    latent = cache_ptr + row * (RANK + ROPE) + key[:, None] * (RANK + ROPE)
+                compressed = tl.load(latent + i[None, :], mask=valid[:, None], other=0.0)
+                rotated = tl.load(latent + RANK + r[None, :], mask=valid[:, None], other=0.0)
+                scores = tl.dot(compressed, tl.trans(q), input_precision=PRECISION)
+                scores = tl.dot(rotated, tl.trans(q_rope), scores, input_precision=PRECISION) * scale
+                scores = tl.where(valid[:, None], scores, -float("inf"))
+                higher = tl.maximum(best, tl.max(scores, 0))
+                weights = tl.exp2(scores - higher[None, :])
+                shrink = tl.exp2(best - higher)
+                sum = sum * shrink + tl.sum(weights, 0)
+                mixed *= shrink[None, :]
+                mixed = tl.dot(tl.trans(compressed), weights.to(compressed.dtype), mixed, input_precision=PRECISION)
+                best = higher
+            part = (program + sequence).to(tl.int64) * HEADS + head
+            tl.store(parts_ptr + part[:, None] * RANK + i[None, :], tl.trans(mixed / sum[None, :]), mask=there)
+            tl.store(lse_ptr + part, best + tl.log2(sum), mask=head < HEADS)
+        tile = tl.maximum(tile, until)
+        sequence += 1
+
+
+@triton.jit
+def _parts_of(plan_ptr, programs, sequence, mask):
+    """(first part, number of parts) of sequences."""
+    starts = plan_ptr + programs + 1 + sequence
+    share = tl.load(plan_ptr + programs)
+    start = tl.load(starts, mask=mask, other=0)
+    end = tl.load(starts + 1, mask=mask, other=0)
+    first = start // share
+    return first + sequence, tl.where(end > start, (end - 1) // share - first + 1, 0)
+
+
+@triton.jit(do_not_specialize=["programs"])
+def merge_row_kernel(
+    parts_ptr, lse_ptr, plan_ptr, weight_ptr, out_ptr, programs, out_token,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, VALUE: tl.constexpr, RANK: tl.constexpr, COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """One sequence, one head, some columns of the value; PARTS parts at a time."""
+    head, sequence = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    i, p = tl.arange(0, RANK), tl.arange(0, PARTS)
+    w = tl.load(
+        weight_ptr + (head * (NOPE + VALUE) + NOPE + column[:, None]) * RANK + i[None, :],
+        mask=(column < VALUE)[:, None], other=0.0,
+    ).to(tl.float32)  # fmt: skip
+    first, count = _parts_of(plan_ptr, programs, sequence, sequence >= 0)
+    best, sum = -float("inf"), 0.0
+    mixed = tl.zeros((RANK,), tl.float32)
+    for j in range(0, count, PARTS):
+        part = (first + j + p).to(tl.int64) * HEADS + head
+        there = j + p < count
+        lse = tl.load(lse_ptr + part, mask=there, other=-float("inf"))
+        x = tl.load(parts_ptr + part[:, None] * RANK + i[None, :], mask=there[:, None], other=0.0)
+        higher = tl.maximum(best, tl.max(lse, 0))
+        weights = tl.exp2(lse - higher)
+        shrink = tl.exp2(best - higher)
+        sum = sum * shrink + tl.sum(weights, 0)
+        mixed = mixed * shrink + tl.sum(x * weights[:, None], 0)
+        best = higher
+    mixed = tl.where(count > 0, mixed / sum, 0.0)
+    y = tl.sum(w * mixed[None, :], 1)
+    to = out_ptr + sequence.to(tl.int64) * out_token + head * VALUE + column
+    tl.store(to, y.to(out_ptr.dtype.element_ty), mask=column < VALUE)
+
+
+@triton.jit(do_not_specialize=["programs", "sequences"])
+def merge_rows_kernel(
+    parts_ptr, lse_ptr, plan_ptr, weight_ptr, out_ptr, programs, sequences, out_token,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, VALUE: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """ROWS sequences, one head; each of them is in few parts, as there are many sequences."""
+    head = tl.program_id(0).to(tl.int64)
+    sequence = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column, i = tl.arange(0, COLUMNS), tl.arange(0, INNER)
+    known = sequence < sequences
+    first, count = _parts_of(plan_ptr, programs, sequence, known)
+    most = tl.max(count, 0)
+    best = tl.full((ROWS,), -float("inf"), tl.float32)
+    for j in range(most):
+        part = (first + j).to(tl.int64) * HEADS + head
+        best = tl.maximum(best, tl.load(lse_ptr + part, mask=j < count, other=-float("inf")))
+    best = tl.where(count > 0, best, 0.0)
+    sum = tl.zeros((ROWS,), tl.float32)
+    for j in range(most):
+        part = (first + j).to(tl.int64) * HEADS + head
+        sum += tl.exp2(tl.load(lse_ptr + part, mask=j < count, other=-float("inf")) - best)
+    sum = tl.where(count > 0, sum, 1.0)
+    y = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for k in range(0, RANK, INNER):
+        w = tl.load(
+            weight_ptr + (head * (NOPE + VALUE) + NOPE + column[None, :]) * RANK + k + i[:, None],
+            mask=(column < VALUE)[None, :], other=0.0,
+        )  # fmt: skip
+        mixed = tl.zeros((ROWS, INNER), tl.float32)
+        for j in range(most):
+            part = (first + j).to(tl.int64) * HEADS + head
+            lse = tl.load(lse_ptr + part, mask=j < count, other=-float("inf"))
+            x = tl.load(parts_ptr + part[:, None] * RANK + k + i[None, :], mask=(j < count)[:, None], other=0.0)
+            mixed += x * (tl.exp2(lse - best) / sum)[:, None]
+        y = tl.dot(mixed.to(w.dtype), w, y, input_precision=PRECISION)
+    to = out_ptr + sequence[:, None].to(tl.int64) * out_token + head * VALUE + column[None, :]
+    tl.store(to, y.to(out_ptr.dtype.element_ty), mask=known[:, None] & (column < VALUE)[None, :])
+
+
+@triton.jit
+def _tile(
+    q, q_rope, best, sum, mixed, keys_ptr, key_token, rotated_ptr, rotated_token, first, visible, keys, scale,
+    NOPE: tl.constexpr, BLOCK_NOPE: tl.constexpr, ROPE: tl.constexpr, VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    TILE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys for the queries of a program; `visible` [ROWS]: how many keys each query sees."""
+    key, n, r, v = tl.arange(0, TILE), tl.arange(0, BLOCK_NOPE), tl.arange(0, ROPE), tl.arange(0, BLOCK_VALUE)
+    row = first + key
+    there = (row < keys)[:, None] if MASKED else (key >= 0)[:, None]
+    source = keys_ptr + row[:, None].to(tl.int64) * key_token
+    k = tl.load(source + n[None, :], mask=there & (n < NOPE)[None, :], other=0.0)
+    k_rope = tl.load(rotated_ptr + row[:, None].to(tl.int64) * rotated_token + r[None, :], mask=there, other=0.0)
+    value = tl.load(source + NOPE + v[None, :], mask=there & (v < VALUE)[None, :], other=0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision=PRECISION) * scale
+    if MASKED:
+        scores = tl.where(row[None, :] < visible[:, None], scores, -float("inf"))
+    higher = tl.maximum(best, tl.max(scores, 1))
+    weights = tl.exp2(scores - higher[:, None])
+    shrink = tl.exp2(best - higher)
+    sum = sum * shrink + tl.sum(weights, 1)
+    mixed = tl.dot(weights.to(value.dtype), value, mixed * shrink[:, None], input_precision=PRECISION)
+    return higher, sum, mixed
+
+
+@triton.jit
+def attend_kernel(
+    q_ptr, expanded_ptr, latents_ptr, spans_ptr, state_ptr, lse_ptr, out_ptr,
+    q_token, q_head, expanded_token, latents_token, out_token, scale,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, BLOCK_NOPE: tl.constexpr, ROPE: tl.constexpr, RANK: tl.constexpr,
+    VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr, MERGE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    head, span = tl.program_id(0).to(tl.int64), spans_ptr + tl.program_id(1) * 5
+    token, rows = tl.load(span), tl.load(span + 1)
+    first_key, keys, visible = tl.load(span + 2), tl.load(span + 3), tl.load(span + 4)
+    i, n, r, v = tl.arange(0, ROWS), tl.arange(0, BLOCK_NOPE), tl.arange(0, ROPE), tl.arange(0, BLOCK_VALUE)
+    known = (i < rows)[:, None]
+    source = q_ptr + (token + i)[:, None].to(tl.int64) * q_token + head * q_head
+    q = tl.load(source + n[None, :], mask=known & (n < NOPE)[None, :], other=0.0)
+    q_rope = tl.load(source + NOPE + r[None, :], mask=known, other=0.0)
+    keys_ptr = expanded_ptr + first_key.to(tl.int64) * expanded_token + head * (NOPE + VALUE)
+    rotated_ptr = latents_ptr + first_key.to(tl.int64) * latents_token + RANK
+    best = tl.full((ROWS,), -float("inf"), tl.float32)
+    sum = tl.zeros((ROWS,), tl.float32)
+    mixed = tl.zeros((ROWS, BLOCK_VALUE), tl.float32)
+    whole = visible // TILE * TILE  # keys that all queries see
+    for j in range(0, whole, TILE):
+        best, sum, mixed = _tile(
+            q, q_rope, best, sum, mixed, keys_ptr, expanded_token, rotated_ptr, latents_token, j, visible + i, keys,
+            scale, NOPE, BLOCK_NOPE, ROPE, VALUE, BLOCK_VALUE, TILE, False, PRECISION,
+        )  # fmt: skip
+    for j in range(whole, keys, TILE):
+        best, sum, mixed = _tile(
+            q, q_rope, best, sum, mixed, keys_ptr, expanded_token, rotated_ptr, latents_token, j,
+            tl.minimum(visible + i, keys), keys,
+            scale, NOPE, BLOCK_NOPE, ROPE, VALUE, BLOCK_VALUE, TILE, True, PRECISION,
+        )  # fmt: skip
+    mixed = mixed / sum[:, None]
+    at = (token + i).to(tl.int64)
+    column = head * VALUE + v[None, :]
+    store = known & (v < VALUE)[None, :]
+    if MERGE:
+        lse = best + tl.log2(sum)
+        before = tl.load(lse_ptr + at * HEADS + head, mask=i < rows, other=-float("inf"))
+        higher = tl.maximum(lse, before)
+        share, kept = tl.exp2(lse - higher), tl.exp2(before - higher)
+        state = tl.load(
+            state_ptr + at[:, None] * (HEADS * VALUE) + column,
+            mask=store & (before > -float("inf"))[:, None],
+            other=0.0,
+        ).to(tl.float32)
+        mixed = (mixed * share[:, None] + state * kept[:, None]) / (share + kept)[:, None]
+        tl.store(lse_ptr + at * HEADS + head, higher + tl.log2(share + kept), mask=i < rows)
+    tl.store(out_ptr + at[:, None] * out_token + column, mixed.to(out_ptr.dtype.element_ty), mask=store)

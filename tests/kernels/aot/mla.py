@@ -1,0 +1,55 @@
+"""Latent attention at the shapes of DeepSeek-V2-Lite and V3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from lockstep_kernels.mla import Expansion, LatentBatch, Prepared, cuda
+from lockstep_kernels.rms_norm import Norm
+from tests.kernels import launches
+
+RANK, ROPE, NOPE, VALUE = 512, 64, 128, 128
+MULTIPROCESSORS = 132
+
+
+def variants() -> Iterator[tuple[str, Callable[[], Any]]]:
+    for heads in (16, 128):
+        for dtype in (torch.bfloat16, torch.float16):
+            for block_size, sequences in ((64, 1), (64, 64), (16, 64), (64, 256)):
+                name = f"decode h{heads} {dtype} blocks of {block_size}, {sequences} sequences"
+                yield from launches.variants(name, partial(_decode, heads, dtype, block_size, sequences), 4)
+            for before in (0, 100):
+                name = f"prompts h{heads} {dtype} {before} cached"
+                yield from launches.variants(name, partial(_prompts, heads, dtype, before), 3 if before else 2)
+
+
+def _operands(heads: int, tokens: int, dtype: torch.dtype, block_size: int) -> tuple[Any, ...]:
+    q_width = heads * (NOPE + ROPE)
+    projected = torch.empty(tokens, q_width + RANK + ROPE, dtype=dtype)
+    q, latents = projected[:, :q_width].view(tokens, heads, -1), projected[:, q_width:]
+    cache = torch.empty(8, 1, 1, block_size, RANK + ROPE, dtype=dtype)
+    angles = torch.empty(tokens, ROPE // 2)
+    prepared = Prepared(angles, angles, torch.zeros(tokens, dtype=torch.int64), True, None)
+    expansion = Expansion(torch.empty(heads, NOPE + VALUE, RANK, dtype=dtype), NOPE)
+    return q, latents, Norm(torch.empty(RANK), 1e-6), cache, prepared, expansion
+
+
+def _decode(heads: int, dtype: torch.dtype, block_size: int, sequences: int) -> None:
+    q, latents, norm, cache, prepared, expansion = _operands(heads, sequences, dtype, block_size)
+    lens, table = torch.zeros(sequences, dtype=torch.int64), torch.zeros(sequences, 16, dtype=torch.int64)
+    plan = cuda.plan_decode(lens, table, block_size, expansion, MULTIPROCESSORS)
+    absorbed = cuda.finish(q, latents, norm, cache, prepared, expansion)
+    out = torch.empty(sequences, heads * VALUE, dtype=dtype)
+    cuda.decode(q, absorbed, cache, plan, expansion, 0.1, out)
+
+
+def _prompts(heads: int, dtype: torch.dtype, before: int) -> None:
+    q, latents, norm, cache, prepared, expansion = _operands(heads, 4, dtype, 64)
+    lens, table = torch.tensor([before + 4]), torch.zeros(1, 16, dtype=torch.int64)
+    plan = cuda.plan_prompts(LatentBatch(False, (4,), (before + 4,), lens, table, 64), expansion, dtype)
+    cuda.finish(q, latents, norm, cache, prepared)
+    cuda.attend(q, latents, cache, plan, expansion, 0.1, torch.empty(4, heads * VALUE, dtype=dtype))

@@ -45,7 +45,7 @@ LENGTH_BIT: Final = int(Flag.LENGTH) << FLAG_SHIFT
 FAULT_BIT: Final = int(Flag.FAULT) << FLAG_SHIFT
 FIRST_BIT: Final = int(Flag.FIRST) << FLAG_SHIFT
 END_BITS: Final = STOP_BIT | LENGTH_BIT | FAULT_BIT
-NO_WORD: Final = -1  # in place of the outcome word of a row that is not alive
+NO_WORD: Final = post_update.NO_WORD
 
 
 class Batch:
@@ -175,7 +175,7 @@ class Rows:
         self.alive = torch.zeros(max_rows + 1, dtype=torch.bool, device=device)  # kept only if `masked`
         self.history = of_rows(max_model_len + 1)  # all tokens known
         self.tables = tuple(of_rows(-(-max_model_len // size)) for size in block_sizes)
-        self.sampling = SamplingRows(max_rows, vocab_size, device)
+        self.sampling = SamplingRows(max_rows, vocab_size, device, staging.put)
         self.counter = torch.arange(max_rows + 1, device=device)
         self.host_lengths = np.zeros(max_rows, np.int64)
         self.host_limits = np.zeros(max_rows, np.int64)
@@ -256,6 +256,18 @@ class Rows:
         self.host_lengths[batch.host_rows] += done
         if batch.alive is not None:
             self.alive[index] = batch.alive
+
+    def state(self) -> post_update.RowState:
+        """What a captured step changes. Its tensors stay where they are while `sampling.revision` does."""
+        return post_update.RowState(
+            last=self.last,
+            lengths=self.lengths,
+            alive=self.alive,
+            limits=self.limits,
+            history=self.history,
+            stop_ids=self.sampling.stop_ids,
+            counts=self.sampling.counts,
+        )
 
     def end(self, rows: I64, generations: I64) -> None:
         """The rows have ended on the device, if they still belong to the choices of these generations."""

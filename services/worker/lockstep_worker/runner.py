@@ -238,7 +238,7 @@ class Runner:
         sampled = self._sampler.sample(
             logits[0] if len(logits) == 1 else torch.cat(logits), batch.sampling, batch.sample_positions
         )
-        self._rows.sampling.count(batch.sampling.shaped, sampled.tokens)
+        self._rows.sampling.count(batch.sampling, sampled.tokens)
         self._copy_out(batch, batch.advance(sampled), sampled)
         self.timeline.mark(LAUNCHED, seq, step)
 

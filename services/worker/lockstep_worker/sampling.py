@@ -1,16 +1,17 @@
 """How rows sample: their parameters as permanent device tensors, and the sampler that runs only what a batch asks for.
 
-A batch's features are known on the host. Greedy rows without extras take one argmax; rows that need more are gathered into
-a sub-batch ("shaped") whose logits go through bias, suppressed stop ids, penalties, temperature, min-p, top-k and top-p.
+A batch's features are known on the host. Greedy rows without extras take one argmax. On the CPU, rows that need more are gathered
+into a sub-batch ("shaped") whose logits go through bias, suppressed stop ids, penalties, temperature, min-p, top-k and top-p; on
+CUDA every row finds on the device what it asks for, so that a captured step serves any mixture.
 Every op treats each row by itself, so a row's tokens do not depend on its batch mates.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,27 +19,18 @@ import torch
 
 from lockstep_common.steps import AddRow, Sampling, TopLogprobs
 from lockstep_kernels import sampling as ops
+from lockstep_kernels.sampling import Feature, Float, Int, RowTables
 
-GREEDY_BELOW = 1e-5  # temperatures under this are greedy: the noise could not change a token
-_NO_TOKEN = -1
+GREEDY_BELOW: Final = 1e-5  # temperatures under this are greedy: the noise could not change a token
+_NO_TOKEN: Final = -1
+_CAPTURED_STOP_IDS: Final = (
+    8  # columns that tables have from the start on CUDA, where captured steps hold their addresses
+)
+_CAPTURED_BIASES: Final = 64
 
 I64 = npt.NDArray[np.int64]
 Index = torch.Tensor | slice  # [m] int64, or a slice of everything, which selects without a copy
-
-
-class Feature(enum.IntFlag):
-    """What a row's sampling needs beyond an argmax."""
-
-    RANDOM = 1
-    TOP_K = 2
-    TOP_P = 4
-    MIN_P = 8
-    PENALTIES = 16
-    BIAS = 32
-    MIN_TOKENS = 64
-    STOP_IDS = 128
-    LOGPROBS = 256
-    SHAPED = RANDOM | PENALTIES | BIAS | MIN_TOKENS
+ToDevice = Callable[[npt.NDArray[np.generic]], torch.Tensor]
 
 
 class Variant(enum.Enum):
@@ -47,6 +39,15 @@ class Variant(enum.Enum):
     GREEDY = "greedy"
     SHAPED = "shaped"  # everything but logprobs, row by row on the device
     EAGER = "eager"  # logprobs: not captured
+
+
+class LogprobsMode(enum.Enum):
+    """Of which distribution logprobs are."""
+
+    RAW = "raw_logprobs"  # the model's
+    PROCESSED = (
+        "processed_logprobs"  # the one that tokens are drawn from: after bias, penalties, temperature, top-k and so on
+    )
 
 
 def features_of(sampling: Sampling, vocab_size: int) -> Feature:
@@ -67,28 +68,243 @@ def features_of(sampling: Sampling, vocab_size: int) -> Feature:
     return found
 
 
-class _Column(enum.IntEnum):
-    """Columns of the float parameters of a row."""
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which rows of a batch want logprobs."""
 
-    TEMPERATURE = 0
-    TOP_P = 1
-    MIN_P = 2
-    PRESENCE = 3
-    FREQUENCY = 4
-    REPETITION = 5
+    rows: I64  # into the batch, on the host, ascending
+    index: Index  # the same on the device
+    groups: tuple[tuple[int, I64, Index], ...]  # (n best tokens that are wanted too, rows, their places in `rows`)
 
-
-class _Int(enum.IntEnum):
-    """Columns of the integer parameters of a row."""
-
-    SEED = 0
-    CHOICE = 1
-    TOP_K = 2
-    MIN_LENGTH = 3  # length below which stop ids are suppressed
+    @property
+    def tops(self) -> tuple[tuple[int, I64], ...]:
+        """(n, rows that want the n best) for each n > 0."""
+        return tuple((n, rows) for n, rows, _ in self.groups if n > 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Shaped:
+class SamplingBatch:
+    """How the B rows of a batch sample; None: no row asks for it."""
+
+    size: int
+    rows: I64  # on the host
+    index: torch.Tensor  # [B] int64: the rows
+    features: Feature  # of all rows together
+    stop_ids: torch.Tensor | None = None  # [B, s] int64
+    wanted: Wanted | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a step sampled for the B rows of its batch; on the device."""
+
+    tokens: torch.Tensor  # [B] int64
+    bad: torch.Tensor | None = None  # [B] bool: the logits were not finite, the token is void
+    logprobs: torch.Tensor | None = None  # [m] float32, of Wanted.rows
+    tops: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()  # (ids, values), one a group of Wanted.tops
+
+
+class Sampler(Protocol):
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch, positions: torch.Tensor) -> Sampled:
+        """The next token of each row; logits [B, V] may be overwritten; positions [B] int64: index in its sequence of the
+        token to draw."""
+        ...
+
+
+class SamplingRows:
+    """The sampling state of all rows: parameters, stop ids, biases, and (once a row asks) counts of tokens seen.
+
+    Tensors have an entry for each of max_rows rows and a last one for the scratch row, which asks for nothing. They stay where
+    they are until `revision` rises.
+    """
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device, to_device: ToDevice) -> None:
+        """`to_device` copies an array to `device` without waiting for it."""
+        captured = device.type == "cuda"
+        entries = max_rows + 1
+        self.vocab_size = vocab_size
+        self.device = device
+        self.revision = 0
+        self.floats = torch.zeros(entries, len(Float), dtype=torch.float32, device=device)
+        self.ints = torch.zeros(entries, len(Int), dtype=torch.int64, device=device)
+        stop_ids, biases = (_CAPTURED_STOP_IDS, _CAPTURED_BIASES) if captured else (1, 1)
+        self.stop_ids = torch.full((entries, stop_ids), _NO_TOKEN, dtype=torch.int64, device=device)
+        self.bias_ids = torch.zeros(entries, biases, dtype=torch.int64, device=device)
+        self.bias_values = torch.zeros(entries, biases, dtype=torch.float32, device=device)
+        self.counts: torch.Tensor | None = None  # [R, V] int32: times in the output
+        self.in_prompt: torch.Tensor | None = None  # [R, V] bool
+        self._to_device = to_device
+        self._features = np.zeros(entries, np.int64)
+        self._top_k = np.zeros(entries, np.int64)
+        self._tops = np.zeros(entries, np.int64)
+        if captured:
+            self._make_counts()
+
+    def add(self, adds: Sequence[AddRow]) -> None:
+        """Stages the parameters of all new rows and writes them at once."""
+        rows = np.array([add.row for add in adds], np.int64)
+        features = [features_of(add.sampling, self.vocab_size) for add in adds]
+        self._features[rows] = [int(found) for found in features]
+        self._top_k[rows] = [add.sampling.top_k for add in adds]
+        self._tops[rows] = [min(add.sampling.logprobs, self.vocab_size) for add in adds]
+        index = self._to_device(rows)
+        self.floats[index] = self._to_device(np.array([_floats(add.sampling) for add in adds], np.float32))
+        ints = [_ints(add, found) for add, found in zip(adds, features, strict=True)]
+        self.ints[index] = self._to_device(np.array(ints, np.int64))
+        width = max(len(add.sampling.stop_ids) for add in adds)
+        self.stop_ids = self._widened(self.stop_ids, width, repeat_last=True)
+        stop_ids = [_padded(add.sampling.stop_ids, self.stop_ids.shape[1], _NO_TOKEN) for add in adds]
+        self.stop_ids[index] = self._to_device(np.array(stop_ids, np.int64))
+        self._add_bias([add for add in adds if add.sampling.bias])
+        for add, found in zip(adds, features, strict=True):
+            if found & Feature.PENALTIES:
+                self._add_counts(add)
+
+    def select(self, rows: I64, index: torch.Tensor) -> SamplingBatch:
+        """The batch of `rows` (host), in order; `index` is the same on the device."""
+        features = self._features[rows]
+        union = Feature(int(np.bitwise_or.reduce(features, initial=0)))
+        return SamplingBatch(
+            len(rows),
+            rows,
+            index,
+            union,
+            stop_ids=self.stop_ids[index] if union & Feature.STOP_IDS else None,
+            wanted=self._wanted(rows, features) if union & Feature.LOGPROBS else None,
+        )
+
+    def variant(self, rows: I64) -> Variant:
+        """What the batch of `rows` (host) needs."""
+        union = int(np.bitwise_or.reduce(self._features[rows], initial=0))
+        if union & Feature.LOGPROBS:
+            return Variant.EAGER
+        return Variant.SHAPED if union & Feature.SHAPED else Variant.GREEDY
+
+    def tables(self, lengths: torch.Tensor) -> RowTables:
+        """The state as `ops.sample_rows` reads it; lengths [R] int64: tokens of each row."""
+        return RowTables(
+            floats=self.floats,
+            ints=self.ints,
+            stop_ids=self.stop_ids,
+            bias_ids=self.bias_ids,
+            bias_values=self.bias_values,
+            lengths=lengths,
+            counts=self.counts,
+            in_prompt=self.in_prompt,
+        )
+
+    def count(self, batch: SamplingBatch, tokens: torch.Tensor) -> None:
+        """Counts the tokens just sampled [B], if a row of the batch has penalties."""
+        if batch.features & Feature.PENALTIES and self.counts is not None:
+            self.counts[batch.index, tokens] += 1
+
+    def having(self, rows: I64, feature: Feature) -> Index | None:
+        """Which of `rows` have one of the features, as an index into them; None: no row."""
+        found = np.flatnonzero(self._features[rows] & int(feature))
+        return self._index(found, len(rows)) if len(found) else None
+
+    def largest_top_k(self, rows: I64) -> int:
+        having = self._features[rows] & int(Feature.TOP_K) != 0
+        return int(self._top_k[rows[having]].max(initial=0))
+
+    def _index(self, found: I64, count: int) -> Index:
+        return slice(None) if len(found) == count else self._to_device(found)
+
+    def _wanted(self, rows: I64, features: I64) -> Wanted:
+        wanted = np.flatnonzero(features & int(Feature.LOGPROBS))
+        tops = self._tops[rows[wanted]]
+        groups = []
+        for n in np.unique(tops):
+            places = np.flatnonzero(tops == n)
+            groups.append((int(n), wanted[places], self._index(places, len(wanted))))
+        return Wanted(wanted, self._index(wanted, len(rows)), tuple(groups))
+
+    def _add_bias(self, adds: Sequence[AddRow]) -> None:
+        if not adds:
+            return
+        width = max(len(add.sampling.bias) for add in adds)
+        self.bias_ids, self.bias_values = self._widened(self.bias_ids, width), self._widened(self.bias_values, width)
+        ids = np.zeros((len(adds), self.bias_ids.shape[1]), np.int64)
+        values = np.zeros(ids.shape, np.float32)
+        for add, row_ids, row_values in zip(adds, ids, values, strict=True):
+            bias = add.sampling.bias
+            row_ids[: len(bias)], row_values[: len(bias)] = [i for i, _ in bias], [value for _, value in bias]
+        index = self._to_device(np.array([add.row for add in adds], np.int64))
+        self.bias_ids[index], self.bias_values[index] = self._to_device(ids), self._to_device(values)
+
+    def _add_counts(self, add: AddRow) -> None:
+        if self.counts is None or self.in_prompt is None:
+            self.counts, self.in_prompt = self._make_counts()
+        tokens = self._to_device(add.tokens.astype(np.int64))
+        prompt, output = tokens[: add.prompt_len], tokens[add.prompt_len :]
+        self.counts[add.row].zero_().index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+        self.in_prompt[add.row].zero_().index_fill_(0, prompt, True)
+
+    def _make_counts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (len(self._features), self.vocab_size)
+        self.counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=self.device)
+        self.revision += 1
+        return self.counts, self.in_prompt
+
+    def _widened(self, table: torch.Tensor, width: int, *, repeat_last: bool = False) -> torch.Tensor:
+        """The table with at least `width` columns (a power of two); new ones repeat the last column or are zero."""
+        have = table.shape[1]
+        if width <= have:
+            return table
+        self.revision += 1
+        want = 1 << (width - 1).bit_length()
+        filler = table[:, -1:].expand(-1, want - have) if repeat_last else table.new_zeros(len(table), want - have)
+        return torch.cat((table, filler), 1)
+
+
+class TokenSampler:
+    """The sampler of real models."""
+
+    def __init__(self, rows: SamplingRows, *, logprobs_mode: LogprobsMode = LogprobsMode.RAW) -> None:
+        self._rows = rows
+        self._mode = logprobs_mode
+        self._choose = _GroupedChoice(rows) if rows.device.type == "cpu" else _RowChoice(rows)
+
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch, positions: torch.Tensor) -> Sampled:
+        if (wanted := batch.wanted) is None:
+            return Sampled(*self._choose(logits, batch, positions))
+        basis = self._logprobs_basis(logits, batch, wanted, positions)
+        tokens, bad = self._choose(logits, batch, positions)
+        logprobs = torch.empty(len(wanted.rows), dtype=torch.float32, device=logits.device)
+        tops = []
+        for n, _, places in wanted.groups:
+            logprobs[places], ids, values = ops.logprobs(basis[places], tokens[wanted.index][places], n)
+            if n > 0:
+                tops.append((ids, values))
+        return Sampled(tokens, bad, logprobs, tuple(tops))
+
+    def _logprobs_basis(
+        self, logits: torch.Tensor, batch: SamplingBatch, wanted: Wanted, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """A copy of the logits that logprobs are of [m, V]."""
+        i = wanted.index
+        if self._mode is LogprobsMode.RAW:
+            return _copy(logits, i)
+        return ops.processed(logits[i], batch.index[i], self._rows.tables(positions), positions[i])
+
+
+class _RowChoice:
+    """Tokens of a batch whose rows find on the device what they ask for."""
+
+    def __init__(self, rows: SamplingRows) -> None:
+        self._rows = rows
+
+    def __call__(
+        self, logits: torch.Tensor, batch: SamplingBatch, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if batch.features & Feature.SHAPED:
+            return ops.sample_rows(logits, batch.index, self._rows.tables(positions), positions=positions)
+        return ops.sample_greedy(logits)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shaped:
     """The n rows of a batch whose logits are changed before a token is chosen.
 
     The fields from `bias` on are indices into these n; None: no row asks for it.
@@ -106,203 +322,73 @@ class Shaped:
     max_top_k: int
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """Which rows of a batch want logprobs; indices into the batch, on the host, ascending."""
-
-    rows: I64  # the sampled token's
-    tops: tuple[tuple[int, I64], ...]  # (n, rows that want the n best)
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingBatch:
-    """How the B rows of a batch sample; None: no row asks for it."""
-
-    size: int
-    stop_ids: torch.Tensor | None = None  # [B, s] int64
-    shaped: Shaped | None = None
-    wanted: Wanted | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """What a step sampled for the B rows of its batch; on the device."""
-
-    tokens: torch.Tensor  # [B] int64
-    bad: torch.Tensor | None = None  # [B] bool: the logits were not finite, the token is void
-    logprobs: torch.Tensor | None = None  # [m] float32, of Wanted.rows
-    tops: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()  # (ids, values), one a group of Wanted.tops
-
-
-class Sampler(Protocol):
-    def sample(self, logits: torch.Tensor, batch: SamplingBatch, positions: torch.Tensor) -> Sampled:
-        """The next token of each row; logits [B, V] float32; positions [B] int64: index in its sequence of the token to draw."""
-        ...
-
-
-class SamplingRows:
-    """The sampling state of all rows: parameters, stop ids, biases, and (once a row asks) counts of tokens seen."""
-
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
-        self.vocab_size = vocab_size
-        self.device = device
-        self.floats = torch.zeros(max_rows, len(_Column), dtype=torch.float32, device=device)
-        self.ints = torch.zeros(max_rows, len(_Int), dtype=torch.int64, device=device)
-        self.stop_ids = torch.full((max_rows, 1), _NO_TOKEN, dtype=torch.int64, device=device)
-        self.bias_ids = torch.zeros(max_rows, 1, dtype=torch.int64, device=device)
-        self.bias_values = torch.zeros(max_rows, 1, dtype=torch.float32, device=device)
-        self.counts = torch.zeros(0, dtype=torch.int32, device=device)  # [R, V] once a row asks: times in the output
-        self.in_prompt = torch.zeros(0, dtype=torch.bool, device=device)  # [R, V] once a row asks
-        self._features = np.zeros(max_rows, np.int64)
-        self._top_k = np.zeros(max_rows, np.int64)
-        self._tops = np.zeros(max_rows, np.int64)
-
-    def add(self, adds: Sequence[AddRow]) -> None:
-        """Stages the parameters of all new rows and writes them at once."""
-        rows = np.array([add.row for add in adds], np.int64)
-        self._features[rows] = [int(features_of(add.sampling, self.vocab_size)) for add in adds]
-        self._top_k[rows] = [add.sampling.top_k for add in adds]
-        self._tops[rows] = [min(add.sampling.logprobs, self.vocab_size) for add in adds]
-        index = self._to_device(rows)
-        self.floats[index] = self._to_device(np.array([_floats(add.sampling) for add in adds], np.float32))
-        self.ints[index] = self._to_device(np.array([_ints(add) for add in adds], np.int64))
-        width = max(len(add.sampling.stop_ids) for add in adds)
-        self.stop_ids = _widened(self.stop_ids, width, repeat_last=True)
-        stop_ids = [_padded(add.sampling.stop_ids, self.stop_ids.shape[1], _NO_TOKEN) for add in adds]
-        self.stop_ids[index] = self._to_device(np.array(stop_ids, np.int64))
-        for add in adds:
-            if add.sampling.bias:
-                self._add_bias(add.row, add.sampling.bias)
-            if self._features[add.row] & Feature.PENALTIES:
-                self._add_counts(add)
-
-    def select(self, rows: I64, index: torch.Tensor) -> SamplingBatch:
-        """The batch of `rows` (host), in order; `index` is the same on the device."""
-        features = self._features[rows]
-        union = int(np.bitwise_or.reduce(features, initial=0))
-        stop_ids = self.stop_ids[index] if union & Feature.STOP_IDS else None
-        return SamplingBatch(
-            len(rows),
-            stop_ids,
-            shaped=self._shaped(rows, features) if union & Feature.SHAPED else None,
-            wanted=self._wanted(rows, features) if union & Feature.LOGPROBS else None,
-        )
-
-    def variant(self, rows: I64) -> Variant:
-        """What the batch of `rows` (host) needs."""
-        union = int(np.bitwise_or.reduce(self._features[rows], initial=0))
-        if union & Feature.LOGPROBS:
-            return Variant.EAGER
-        return Variant.SHAPED if union & Feature.SHAPED else Variant.GREEDY
-
-    def count(self, shaped: Shaped | None, tokens: torch.Tensor) -> None:
-        """Counts the tokens just sampled [B], for rows with penalties."""
-        if shaped is not None and (i := shaped.penalties) is not None:
-            self.counts[shaped.rows[i], tokens[shaped.index][i]] += 1
-
-    def _shaped(self, rows: I64, features: I64) -> Shaped:
-        shaped = np.flatnonzero(features & int(Feature.SHAPED))
-        index = self._index(shaped, len(rows))
-        rows, features = rows[shaped], features[shaped]
-
-        def having(feature: Feature) -> Index | None:
-            found = np.flatnonzero(features & int(feature))
-            return self._index(found, len(rows)) if len(found) else None
-
-        return Shaped(
-            index=index,
-            rows=self._to_device(rows),
-            bias=having(Feature.BIAS),
-            min_tokens=having(Feature.MIN_TOKENS),
-            penalties=having(Feature.PENALTIES),
-            random=having(Feature.RANDOM),
-            min_p=having(Feature.MIN_P),
-            top_k=having(Feature.TOP_K),
-            top_p=having(Feature.TOP_P),
-            max_top_k=int(self._top_k[rows[features & int(Feature.TOP_K) != 0]].max(initial=0)),
-        )
-
-    def _index(self, found: I64, count: int) -> Index:
-        return slice(None) if len(found) == count else self._to_device(found)
-
-    def _wanted(self, rows: I64, features: I64) -> Wanted:
-        wanted = np.flatnonzero(features & int(Feature.LOGPROBS))
-        tops = np.where(features & int(Feature.LOGPROBS), self._tops[rows], 0)
-        return Wanted(wanted, tuple((int(n), np.flatnonzero(tops == n)) for n in np.unique(tops) if n > 0))
-
-    def _add_bias(self, row: int, bias: tuple[tuple[int, float], ...]) -> None:
-        self.bias_ids = _widened(self.bias_ids, len(bias))
-        self.bias_values = _widened(self.bias_values, len(bias))
-        self.bias_values[row] = 0
-        ids = np.array([i for i, _ in bias], np.int64)
-        self.bias_ids[row, : len(bias)] = self._to_device(ids)
-        self.bias_values[row, : len(bias)] = self._to_device(np.array([v for _, v in bias], np.float32))
-
-    def _add_counts(self, add: AddRow) -> None:
-        if self.counts.dim() == 1:
-            shape = (len(self._features), self.vocab_size)
-            self.counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
-            self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=self.device)
-        output = np.bincount(add.tokens[add.prompt_len :], minlength=self.vocab_size).astype(np.int32)
-        self.counts[add.row] = self._to_device(output)
-        self.in_prompt[add.row] = False
-        self.in_prompt[add.row, self._to_device(add.tokens[: add.prompt_len].astype(np.int64))] = True
-
-    def _to_device(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
-
-
-class TokenSampler:
-    """The sampler of real models."""
+class _GroupedChoice:
+    """Tokens of a batch by ops over just those rows that ask for them."""
 
     def __init__(self, rows: SamplingRows) -> None:
         self._rows = rows
+        self._batch: SamplingBatch | None = None  # the last one, which mostly has more steps
+        self._shaped: _Shaped | None = None
 
-    def sample(self, logits: torch.Tensor, batch: SamplingBatch, positions: torch.Tensor) -> Sampled:
-        tokens, best = ops.greedy(logits)
-        if (shaped := batch.shaped) is not None:
+    def __call__(
+        self, logits: torch.Tensor, batch: SamplingBatch, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if batch is not self._batch:
+            self._batch, self._shaped = batch, self._group(batch)
+        tokens, bad = ops.sample_greedy(logits)
+        if (shaped := self._shaped) is not None:
             tokens[shaped.index] = self._choose(_copy(logits, shaped.index), shaped, positions[shaped.index])
-        bad = ~torch.isfinite(best)
-        if (wanted := batch.wanted) is None:
-            return Sampled(tokens, bad)
-        index = torch.from_numpy(wanted.rows).to(logits.device)
-        logprobs = logits[index].log_softmax(-1)
-        tops = tuple(
-            ops.top_logprobs(logprobs[torch.from_numpy(np.searchsorted(wanted.rows, rows)).to(logits.device)], n)
-            for n, rows in wanted.tops
-        )
-        return Sampled(tokens, bad, ops.token_logprobs(logprobs, tokens[index]), tops)
+        return tokens, bad
 
-    def _choose(self, x: torch.Tensor, batch: Shaped, positions: torch.Tensor) -> torch.Tensor:
+    def _group(self, batch: SamplingBatch) -> _Shaped | None:
+        index = self._rows.having(batch.rows, Feature.SHAPED)
+        if index is None:
+            return None
+        rows = batch.rows if isinstance(index, slice) else batch.rows[index.numpy()]
+        return _Shaped(
+            index=index,
+            rows=batch.index[index],
+            bias=self._rows.having(rows, Feature.BIAS),
+            min_tokens=self._rows.having(rows, Feature.MIN_TOKENS),
+            penalties=self._rows.having(rows, Feature.PENALTIES),
+            random=self._rows.having(rows, Feature.RANDOM),
+            min_p=self._rows.having(rows, Feature.MIN_P),
+            top_k=self._rows.having(rows, Feature.TOP_K),
+            top_p=self._rows.having(rows, Feature.TOP_P),
+            max_top_k=self._rows.largest_top_k(rows),
+        )
+
+    def _choose(self, x: torch.Tensor, batch: _Shaped, positions: torch.Tensor) -> torch.Tensor:
         """Tokens [n] of the shaped rows; x [n, V] is a copy of their logits and is changed; positions [n] as in `sample`."""
         state, rows = self._rows, batch.rows
         if (i := batch.bias) is not None:
             x[i] = ops.add_bias(x[i], state.bias_ids[rows[i]], state.bias_values[rows[i]])
         if (i := batch.min_tokens) is not None:
-            x[i] = ops.suppress(x[i], state.stop_ids[rows[i]], positions[i] < state.ints[rows[i], _Int.MIN_LENGTH])
+            x[i] = ops.suppress(x[i], state.stop_ids[rows[i]], positions[i] < state.ints[rows[i], Int.MIN_LENGTH])
         if (i := batch.penalties) is not None:
+            assert state.counts is not None and state.in_prompt is not None  # made by `add`
             factors = state.floats[rows[i]]
             x[i] = ops.penalise(
                 x[i],
                 state.counts[rows[i]],
                 state.in_prompt[rows[i]],
-                factors[:, _Column.PRESENCE],
-                factors[:, _Column.FREQUENCY],
-                factors[:, _Column.REPETITION],
+                factors[:, Float.PRESENCE],
+                factors[:, Float.FREQUENCY],
+                factors[:, Float.REPETITION],
             )
         if batch.random is None:
             return ops.greedy(x)[0]
         tokens = torch.empty_like(rows) if isinstance(batch.random, slice) else ops.greedy(x)[0]
-        x[batch.random] = ops.temper(x[batch.random], state.floats[rows[batch.random], _Column.TEMPERATURE])
+        x[batch.random] = ops.temper(x[batch.random], state.floats[rows[batch.random], Float.TEMPERATURE])
         if (i := batch.min_p) is not None:
-            x[i] = ops.keep_min_p(x[i], state.floats[rows[i], _Column.MIN_P])
+            x[i] = ops.keep_min_p(x[i], state.floats[rows[i], Float.MIN_P])
         if (i := batch.top_k) is not None:
-            x[i] = ops.keep_top_k(x[i], state.ints[rows[i], _Int.TOP_K], batch.max_top_k)
+            x[i] = ops.keep_top_k(x[i], state.ints[rows[i], Int.TOP_K], batch.max_top_k)
         if (i := batch.top_p) is not None:
-            x[i] = ops.keep_top_p(x[i], state.floats[rows[i], _Column.TOP_P])
+            x[i] = ops.keep_top_p(x[i], state.floats[rows[i], Float.TOP_P])
         i = batch.random
         keys = state.ints[rows[i]]
-        noise = ops.gumbel(keys[:, _Int.SEED], keys[:, _Int.CHOICE], positions[i], x.shape[1])
+        noise = ops.gumbel(keys[:, Int.SEED], keys[:, Int.CHOICE], positions[i], x.shape[1])
         tokens[i] = ops.draw(x[i], noise)
         return tokens
 
@@ -339,22 +425,12 @@ def _floats(sampling: Sampling) -> list[float]:
     ]
 
 
-def _ints(add: AddRow) -> list[int]:
+def _ints(add: AddRow, features: Feature) -> list[int]:
     sampling = add.sampling
     seed = sampling.seed - (1 << 64) if sampling.seed >= 1 << 63 else sampling.seed
-    return [seed, add.choice, max(1, sampling.top_k), add.prompt_len + sampling.min_tokens]
+    return [seed, add.choice, max(1, sampling.top_k), add.prompt_len + sampling.min_tokens, int(features)]
 
 
 def _padded(ids: Sequence[int], width: int, empty: int) -> list[int]:
     """`ids` with the last one repeated; `empty` if there is none."""
     return [*ids, *[ids[-1] if ids else empty] * (width - len(ids))]
-
-
-def _widened(table: torch.Tensor, width: int, *, repeat_last: bool = False) -> torch.Tensor:
-    """The table with at least `width` columns (a power of two); new ones repeat the last column or are zero."""
-    have = table.shape[1]
-    if width <= have:
-        return table
-    want = 1 << (width - 1).bit_length()
-    filler = table[:, -1:].expand(-1, want - have) if repeat_last else table.new_zeros(len(table), want - have)
-    return torch.cat((table, filler), 1)

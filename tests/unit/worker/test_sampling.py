@@ -13,8 +13,15 @@ from hypothesis import strategies as st
 from lockstep_common.steps import AddRow, Sampling, unpack_words
 from lockstep_kernels import post_update
 from lockstep_kernels import sampling as ops
-from lockstep_kernels.sampling import cpu, reference
-from lockstep_worker.sampling import Feature, Sampled, SamplingRows, TokenSampler, features_of, top_logprobs_of
+from lockstep_kernels.sampling import Feature, cpu, reference
+from lockstep_worker.sampling import (
+    Sampled,
+    SamplingRows,
+    TokenSampler,
+    Variant,
+    features_of,
+    top_logprobs_of,
+)
 from tests.unit.worker.toy import CPU, Choice, PlanDriver, ToyModel, make_runner, solo, u32
 
 V = 101  # odd, so that rows begin at every alignment
@@ -36,7 +43,7 @@ def sample(
     n, vocab_size = logits.shape
     prompts = prompts or [[0]] * n
     outputs = outputs or [[]] * n
-    rows = SamplingRows(n, vocab_size, CPU)
+    rows = SamplingRows(n, vocab_size, CPU, torch.from_numpy)
     adds = [
         AddRow(i, "", choices[i] if choices else 0, len(p), u32([*p, *o]), 0, (), s, 10_000)
         for i, (p, o, s) in enumerate(zip(prompts, outputs, samplings, strict=True))
@@ -46,13 +53,13 @@ def sample(
     batch = rows.select(index, torch.from_numpy(index))
     positions = torch.tensor([len(add.tokens) for add in adds])
     sampled = TokenSampler(rows).sample(logits, batch, positions)
-    rows.count(batch.shaped, sampled.tokens)
+    rows.count(batch, sampled.tokens)
     return sampled
 
 
 def draws(logits: torch.Tensor, sampling: Sampling, count: int = 2000) -> np.ndarray:
     """Tokens drawn from one row's logits [V] at `count` positions."""
-    rows = SamplingRows(1, logits.shape[-1], CPU)
+    rows = SamplingRows(1, logits.shape[-1], CPU, torch.from_numpy)
     rows.add([AddRow(0, "", 0, 1, u32([0]), 0, (), sampling, 10_000)])
     batch = rows.select(np.zeros(count, np.int64), torch.zeros(count, dtype=torch.int64))
     sampled = TokenSampler(rows).sample(logits.expand(count, -1).contiguous(), batch, torch.arange(count))
@@ -65,11 +72,11 @@ def draws(logits: torch.Tensor, sampling: Sampling, count: int = 2000) -> np.nda
 def test_greedy_rows_without_extras_take_the_fast_path() -> None:
     assert features_of(Sampling(), V) == Feature(0)
     assert features_of(Sampling(top_p=0.5, top_k=3, min_p=0.1, stop_ids=(1,)), V) == Feature.STOP_IDS
-    rows = SamplingRows(2, V, CPU)
+    rows = SamplingRows(2, V, CPU, torch.from_numpy)
     rows.add([AddRow(i, "", 0, 1, u32([0]), 0, (), Sampling(stop_ids=(4,)), 9) for i in range(2)])
     batch = rows.select(np.arange(2), torch.arange(2))
-    assert batch.shaped is None and batch.wanted is None and batch.stop_ids is not None
-    assert rows.counts.numel() == 0
+    assert not batch.features & Feature.SHAPED and batch.wanted is None and batch.stop_ids is not None
+    assert rows.counts is None and rows.variant(np.arange(2)) is Variant.GREEDY
 
 
 def test_greedy_is_the_first_largest() -> None:
@@ -322,7 +329,7 @@ def test_logprobs_are_those_of_the_unmodified_logits_and_finite() -> None:
 def test_top_logprobs_of_rows_with_different_counts_come_in_batch_order() -> None:
     logits = logits_of(4)
     samplings = [Sampling(logprobs=n) for n in (2, 0, 3, 2)]
-    rows = SamplingRows(4, V, CPU)
+    rows = SamplingRows(4, V, CPU, torch.from_numpy)
     rows.add([AddRow(i, "", 0, 1, u32([0]), 0, (), s, 9) for i, s in enumerate(samplings)])
     batch = rows.select(np.arange(4), torch.arange(4))
     sampled = TokenSampler(rows).sample(logits, batch, torch.ones(4, dtype=torch.int64))

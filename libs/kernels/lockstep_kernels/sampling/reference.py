@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from lockstep_kernels.sampling.state import Feature, Float, Int, RowTables
+
 LOWEST_LOGPROB = -9999.0  # what a logprob of minus infinity is reported as: JSON has no infinity
 
 _INT32_MULTIPLIERS = (0x7FEB352D, 0x846CA68B - (1 << 32))  # of the lowbias32 hash
@@ -116,15 +118,77 @@ def draw(scores: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     return (scores + noise).argmax(-1)
 
 
-def token_logprobs(logprobs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """[n]: the logprobs [n, V] of tokens [n] int64, finite."""
-    return logprobs.gather(1, tokens[:, None])[:, 0].clamp(min=LOWEST_LOGPROB)
+def logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probabilities [n] of tokens [n] int64, and of the `count` best tokens: ids [n, count] int64 and values, best first.
+
+    All are at least LOWEST_LOGPROB. Of equally good tokens any may come first.
+    """
+    values = logits.float().log_softmax(-1)
+    best, ids = values.topk(count)
+    chosen = values.gather(1, tokens[:, None])[:, 0]
+    return chosen.clamp(min=LOWEST_LOGPROB), ids, best.clamp(min=LOWEST_LOGPROB)
 
 
-def top_logprobs(logprobs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids [n, count] int64, values [n, count]): the best of logprobs [n, V], best first, finite."""
-    values, ids = logprobs.topk(count)
-    return ids, values.clamp(min=LOWEST_LOGPROB)
+def apply_bitmask(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Makes the tokens impossible whose bit in mask [n, ceil(V / 32)] int32 is 0: token t is bit t % 32 of word t // 32."""
+    bits = (mask[:, :, None] >> torch.arange(32, dtype=torch.int32, device=mask.device)) & 1
+    return logits.masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)
+
+
+def sample_rows(
+    logits: torch.Tensor,
+    index: torch.Tensor,
+    tables: RowTables,
+    positions: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tokens [n] int64, bad [n] bool) of rows `index`: every op above, each for the rows whose features ask for it."""
+    x = shape_rows(logits, index, tables, positions, mask)
+    random = _having(tables.ints[index], Feature.RANDOM)
+    scores = filter_rows(x, index, tables)
+    keys = tables.ints[index]
+    drawn = draw(scores, gumbel(keys[:, Int.SEED], keys[:, Int.CHOICE], positions, x.shape[1]))
+    return torch.where(random, drawn, greedy(x)[0]), ~torch.isfinite(greedy(logits)[1])
+
+
+def shape_rows(
+    logits: torch.Tensor,
+    index: torch.Tensor,
+    tables: RowTables,
+    positions: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> torch.Tensor:
+    """The logits [n, V] float32 of rows `index` with grammar mask, bias, suppressed stop ids and penalties."""
+    x = logits.float() if mask is None else apply_bitmask(logits.float(), mask)
+    ints, floats = tables.ints[index], tables.floats[index]
+    biased = add_bias(x, tables.bias_ids[index], tables.bias_values[index])
+    x = torch.where(_having(ints, Feature.BIAS)[:, None], biased, x)
+    early = _having(ints, Feature.MIN_TOKENS) & (positions < ints[:, Int.MIN_LENGTH])
+    x = suppress(x, tables.stop_ids[index].clamp(min=0), early)
+    if tables.counts is None or tables.in_prompt is None:
+        return x
+    penalties = (floats[:, column] for column in (Float.PRESENCE, Float.FREQUENCY, Float.REPETITION))
+    penalised = penalise(x, tables.counts[index], tables.in_prompt[index], *penalties)
+    return torch.where(_having(ints, Feature.PENALTIES)[:, None], penalised, x)
+
+
+def filter_rows(x: torch.Tensor, index: torch.Tensor, tables: RowTables) -> torch.Tensor:
+    """Scores [n, V] of shaped logits x: tempered, and -inf where min-p, top-k and top-p drop a token. Of random rows."""
+    ints, floats = tables.ints[index], tables.floats[index]
+    random = _having(ints, Feature.RANDOM)
+    scores = temper(x, torch.where(random, floats[:, Float.TEMPERATURE], 1))
+    wanted = _having(ints, Feature.MIN_P)
+    scores = torch.where(wanted[:, None], keep_min_p(scores, floats[:, Float.MIN_P]), scores)
+    wanted = _having(ints, Feature.TOP_K)
+    k = torch.where(wanted, ints[:, Int.TOP_K], 1)
+    scores = torch.where(wanted[:, None], keep_top_k(scores, k, x.shape[1]), scores)
+    wanted = _having(ints, Feature.TOP_P)
+    return torch.where(wanted[:, None], keep_top_p(scores, floats[:, Float.TOP_P]), scores)
+
+
+def _having(ints: torch.Tensor, feature: Feature) -> torch.Tensor:
+    """[n] bool of the integer parameters [n, len(Int)] of n rows."""
+    return (ints[:, Int.FEATURES] & int(feature)) != 0
 
 
 def _mix64(x: torch.Tensor) -> torch.Tensor:

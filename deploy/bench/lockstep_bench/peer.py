@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,16 @@ def interpreter(venv: Path | None) -> Path:
 
 
 async def vllm(
-    python: Path, settings: Settings, works: Sequence[Workload], log_dir: Path | None = None
+    python: Path,
+    settings: Settings,
+    works: Sequence[Workload],
+    options: Mapping[str, Any],
+    log_dir: Path | None = None,
 ) -> AsyncIterator[dict[str, Any]]:
-    """Rows as ours, `engine` "vLLM VERSION", as they come. NotInstalled if `python` cannot import vllm."""
+    """Rows as ours, `engine` "vLLM VERSION", as they come. `options`: more arguments of `vllm.LLM`.
+
+    NotInstalled if `python` cannot import vllm.
+    """
     await _check(python, "vllm")
     order = {
         "model": str(settings.model),
@@ -39,6 +46,7 @@ async def vllm(
         "dtype": settings.dtype,
         "max_model_len": settings.length,
         "max_num_seqs": settings.max_num_seqs,
+        "options": dict(options),
         "works": [asdict(work) | {"lone": work.metric == "ms_per_tok"} for work in works],
     }
     script = Path(peers.__file__).parent / "vllm_throughput.py"

@@ -169,5 +169,5 @@ def test_the_scheduler_needs_no_redis_client() -> None:
 async def test_a_peer_that_is_not_installed_is_said_to_be_missing(tmp_path: Path) -> None:
     for python in (tmp_path / "bin" / "python", Path(sys.executable)):
         with pytest.raises(peer.NotInstalled, match="--peer-venv"):
-            async for _ in peer.vllm(python, Settings(shapes.resolve("smollm2-135m")), []):
+            async for _ in peer.vllm(python, Settings(shapes.resolve("smollm2-135m")), [], {}):
                 pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -49,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--profile-steps", type=int, default=16, metavar="N")
     add("--peer", choices=("vllm",), help="run the same work on an installed peer, for a ratio side by side")
     add("--peer-venv", type=Path, metavar="DIR", help="virtual environment of the peer (default: this one)")
+    add("--peer-options", type=json.loads, default={}, metavar="JSON", help="more arguments of the peer's engine class")
     add("--seed", type=int, default=0)
 
 
@@ -169,7 +171,7 @@ async def _profile(args: argparse.Namespace, bench: Bench, work: Workload, start
 async def _peer(args: argparse.Namespace, settings: Settings, works: Sequence[Workload], results: Results) -> None:
     log(f"{settings.name}: the same on {args.peer}")
     try:
-        async for row in peer.vllm(peer.interpreter(args.peer_venv), settings, works, args.log_dir):
+        async for row in peer.vllm(peer.interpreter(args.peer_venv), settings, works, args.peer_options, args.log_dir):
             results.add_peer(row)
     except peer.NotInstalled as error:
         log(error.message)

@@ -22,20 +22,18 @@ _BOUND = 0.035
 def spread_dummy_weights() -> None:
     """Replaces vLLM's filling of dummy weights. Called when this module is imported, since the engine may be a spawned child."""
     torch = importlib.import_module("torch")
-    utils = importlib.import_module("vllm.model_executor.model_loader.weight_utils")
-    loader: Any = importlib.import_module("vllm.model_executor.model_loader.dummy_loader")
-    single = utils.initialize_single_dummy_weight
+    single = importlib.import_module("vllm.model_executor.model_loader.weight_utils").initialize_single_dummy_weight
+    loader = importlib.import_module("vllm.model_executor.model_loader.dummy_loader").DummyModelLoader
 
-    def fill(model: Any, *args: Any, **kwargs: Any) -> None:
+    def load_weights(self: Any, model: Any, model_config: Any) -> None:
+        print(f"dummy weights: uniform(-{_BOUND}, {_BOUND}), norms 1, a seed a tensor", file=sys.stderr, flush=True)
         for name, tensor in model.state_dict().items():
             if "norm" in name and tensor.dim() == 1 and torch.is_floating_point(tensor):
                 tensor.fill_(1.0)
             else:
                 single(tensor, -_BOUND, _BOUND, zlib.crc32(name.encode()) % 100_000)
 
-    if not hasattr(loader, "initialize_dummy_weights"):
-        raise SystemExit("this vLLM fills its dummy weights elsewhere: its figures would not be comparable")
-    loader.initialize_dummy_weights = fill
+    loader.load_weights = load_weights
 
 
 class Peer:
@@ -51,6 +49,7 @@ class Peer:
             skip_tokenizer_init=True,
             enable_prefix_caching=False,
             seed=0,
+            **order["options"],
         )
         self.startup_s = round(time.perf_counter() - start, 1)
         self.name = f"vLLM {vllm.__version__}"

@@ -34,3 +34,9 @@ def variants() -> Iterator[tuple[str, Callable[[], Any]]]:
             x, w, y = (torch.empty(a, b, dtype=BF16) for a, b in ((rows, k), (2 * n, k), (rows, n)))
             call = partial(kernel.skinny, x, w, None, out=y, gain=torch.empty(k), gated=True, pdl=True)
             yield from launches.variants(f"{model} gated {n}x{k} T={rows}", call, 1)
+    for n, k in SHAPES["llama-3.1-8b"]:
+        for rows, dtype in ((8, torch.float32), (64, BF16), (64, torch.float16), (8192, BF16)):
+            x, w, y = (torch.empty(a, b, dtype=dtype) for a, b in ((rows, k), (n, k), (rows, n)))
+            yield from launches.variants(
+                f"tiles {n}x{k} T={rows} {dtype}", partial(kernel.tiles, x, w, None, out=y, plus=y, pdl=True), 1
+            )

@@ -228,14 +228,20 @@ def _tiles(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
     BIAS: tl.constexpr,
     PLUS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One tile of the result by a program, added over k from 0 on. Tiles of the same columns run side by side: they share weights."""
+    """One tile of the result by a program, added over k from 0 on. Programs that run side by side share rows and weights: they
+    go through all columns of GROUP_M tiles of rows, then of the next."""
     release(PDL)
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    across = tl.cdiv(N, BLOCK_N)
+    group = tl.program_id(0) // (GROUP_M * across)
+    place = tl.program_id(0) % (GROUP_M * across)
+    high = tl.minimum(tl.cdiv(rows, BLOCK_M) - group * GROUP_M, GROUP_M)
+    m = (group * GROUP_M + place % high) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = place // high * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     inside_m, inside_n = (m < rows)[:, None], (n < N)[None, :]
     x_tile = x_ptr + m.to(tl.int64)[:, None] * K + k[None, :]
@@ -298,7 +304,7 @@ def tiles(
     if config is None:
         config = fixed_config(rows)
     pdl = dependent.supported(x.device) if pdl is None else pdl
-    _tiles[(triton.cdiv(rows, config.block_m), triton.cdiv(n, config.block_n))](
+    _tiles[(triton.cdiv(rows, config.block_m) * triton.cdiv(n, config.block_n),)](
         x,
         weight,
         x if bias is None else bias,
@@ -310,6 +316,7 @@ def tiles(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
+        GROUP_M=16,
         BIAS=bias is not None,
         PLUS=plus is not None,
         PDL=pdl,

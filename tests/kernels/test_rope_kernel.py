@@ -75,7 +75,9 @@ def test_equals_the_operations_one_by_one(
     gain, eps = (None, 0.0) if norm is None else norm
     kernel.rotate_and_store_(qkv, cache, cos, sin, positions, slots, gain, eps)
     tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(qkv[:, :queries].float(), want[:, :queries], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        qkv[:, : queries + keys].float(), want[:, : queries + keys], rtol=tolerance, atol=tolerance
+    )
     torch.testing.assert_close(cache, want_cache, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 

@@ -79,6 +79,7 @@ class Tiling:
     warps: int
     stages: int
     described: bool  # tiles come through the copy engine, where a block holds whole ones
+    registers: int | None = None  # of a thread, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +156,15 @@ def choose_split(head_dim: int, dtype: torch.dtype, device: torch.device, determ
 
 
 def choose_tiling(head_dim: int, dtype: torch.dtype, block_size: int) -> Tiling:
-    """By the registers and the shared memory that a program needs."""
+    """By the registers and the shared memory that a program needs: two at a time on a multiprocessor, so that one computes
+    weights while the other keeps the tensor cores busy."""
     if dtype.itemsize > 2:
         return Tiling(32, 32, 4, 2, described=False)
-    keys = 64 if head_dim <= 128 else 32
-    described = block_size % keys == 0 and head_dim == _columns(head_dim)
-    return Tiling(128, keys, 8, 3, described)
+    if head_dim > 128:
+        return Tiling(64, 32, 4, 2, described=False)
+    if block_size % 64 == 0 and head_dim == _columns(head_dim):
+        return Tiling(128, 64, 8, 2, described=True, registers=128)
+    return Tiling(128, 64, 8, 3, described=False)
 
 
 def _plan_decode(
@@ -169,7 +173,7 @@ def _plan_decode(
     count, device = len(lens), lens.device
     few_rows = triton.next_power_of_2(group)
     fixed = {"FIXED": split.fixed > 0, "UNIT": split.fixed, "MOST": split.most}
-    starts = torch.empty(split.programs, 4, dtype=torch.int32, device=device)
+    starts = torch.empty(split.programs, 8, dtype=torch.int32, device=device)
     sequences = torch.empty(count, 2, dtype=torch.int32, device=device)
     kernel.schedule_kernel[(split.programs,)](
         lens,
@@ -300,6 +304,7 @@ def _launch_prefill(q: torch.Tensor, cache: torch.Tensor, plan: PrefillPlan, sca
         PDL=dependent.supported(q.device),
         launch_pdl=dependent.supported(q.device),
         num_warps=tiling.warps,
+        maxnreg=tiling.registers,
     )
 
 

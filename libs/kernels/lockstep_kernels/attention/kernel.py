@@ -30,7 +30,7 @@ def _units(length, TILE: tl.constexpr, FIXED: tl.constexpr, UNIT: tl.constexpr, 
 @triton.jit(do_not_specialize=["count", "limit", "programs", "least"])
 def schedule_kernel(
     lens,  # [count] int64
-    starts,  # out [programs, 4] int32: sequence, key/value head and unit that a program starts at; units that it takes
+    starts,  # out [programs, 8] int32: the sequence, head and unit that a program starts at, units it takes; as `sequences`
     sequences,  # out [count, 2] int32: length; units of all heads of all earlier sequences
     count,
     limit,  # lengths beyond it are cut
@@ -57,11 +57,13 @@ def schedule_kernel(
     sequence = tl.sum((ends <= start).to(tl.int32), 0)
     here = index == sequence
     own = tl.maximum(tl.sum(tl.where(here, units, 0), 0), 1)
-    within = start - tl.sum(tl.where(here, ends - units * KV_HEADS, 0), 0)
-    tl.store(starts + 4 * program, sequence)
-    tl.store(starts + 4 * program + 1, within // own)
-    tl.store(starts + 4 * program + 2, within % own)
-    tl.store(starts + 4 * program + 3, share)
+    before = tl.sum(tl.where(here, ends - units * KV_HEADS, 0), 0)
+    tl.store(starts + 8 * program, sequence)
+    tl.store(starts + 8 * program + 1, (start - before) // own)
+    tl.store(starts + 8 * program + 2, (start - before) % own)
+    tl.store(starts + 8 * program + 3, share)
+    tl.store(starts + 8 * program + 4, tl.sum(tl.where(here, length, 0), 0))
+    tl.store(starts + 8 * program + 5, before)
     if program == 0:
         tl.store(sequences + 2 * index, length, mask=present)
         tl.store(sequences + 2 * index + 1, ends - units * KV_HEADS, mask=present)
@@ -163,16 +165,17 @@ def decode_kernel(
     release(PDL)
     wait(PDL)
     program = tl.program_id(0)
-    sequence = tl.load(starts + 4 * program)
-    head = tl.load(starts + 4 * program + 1)
-    unit = tl.load(starts + 4 * program + 2)
-    share = tl.load(starts + 4 * program + 3)
+    sequence = tl.load(starts + 8 * program)
+    head = tl.load(starts + 8 * program + 1)
+    unit = tl.load(starts + 8 * program + 2)
+    share = tl.load(starts + 8 * program + 3)
+    length = tl.load(starts + 8 * program + 4)
+    earlier = tl.load(starts + 8 * program + 5)
     rows, columns, keys = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, TILE)
     inside = (rows < GROUP)[:, None] & (columns < D)[None, :]
     here = rows[:, None] * D + columns[None, :]
     left = share
     while (left > 0) & (sequence < count):
-        length = tl.load(sequences + 2 * sequence)
         tiles, size, units = _units(length, TILE, FIXED, UNIT, MOST)
         taken = left * 0 + 1 if FIXED else tl.minimum(left, units - unit)
         begin, end = unit * size, tl.minimum(tiles, (unit + taken) * size)
@@ -205,7 +208,7 @@ def decode_kernel(
             mixed = result / tl.where(total == 0.0, 1.0, total)[:, None]
             tl.store(out_row + here, mixed.to(out.dtype.element_ty), mask=inside)
         else:
-            pair = tl.load(sequences + 2 * sequence + 1) + head * units  # its first unit among all
+            pair = earlier + head * units  # its first unit among all
             if FIXED:
                 slot, first, later, parts = pair + unit, pair, pair + 1, units
             else:  # a program's first pair may have begun before it, its last one may go on after it: two slots each
@@ -234,6 +237,9 @@ def decode_kernel(
         wrapped = (head == KV_HEADS).to(tl.int32)
         head = head * (1 - wrapped)
         sequence += wrapped
+        if (wrapped > 0) & (sequence < count):
+            length = tl.load(sequences + 2 * sequence)
+            earlier = tl.load(sequences + 2 * sequence + 1)
 
 
 @triton.jit

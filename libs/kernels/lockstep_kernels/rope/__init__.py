@@ -64,9 +64,8 @@ def rotate_and_store_(qkv: torch.Tensor, cache: torch.Tensor, prepared: Prepared
     """Turns the products q, k, v of a pass into what attention reads.
 
     qkv [R, H + 2h, d] contiguous: the query heads, key heads and value heads of R rows. Each query and key head is
-    normalised if there is a `norm` (its gain [H + h, d]), then the first r of its d elements are rotated. Queries change in
-    place; the keys and values of the first T rows are written to the cache [blocks, 2, h, block_size, d] contiguous, and
-    what is left of the keys in `qkv` is unspecified.
+    normalised if there is a `norm` (its gain [H + h, d]), then the first r of its d elements are rotated, in
+    place; the keys and values of the first T rows are written to the cache [blocks, 2, h, block_size, d] contiguous.
     """
     kv_heads = cache.shape[2]
     heads, width = qkv.shape[1] - 2 * kv_heads, qkv.shape[2]

@@ -1,7 +1,7 @@
 """Norm, rotation and store in one launch: some heads of one token a program.
 
 A head lies in registers as its rotated halves and the rest, so that an element and its partner belong to the same thread and
-queries can be turned in place.
+queries and keys can be turned in place.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def _gain(gain_ptr, head, rotated, WIDTH: tl.constexpr, first, d, inside):
 
 @triton.jit
 def _put(
-    qkv_row, cache_row, head, first, d, y, is_query, is_stored, QUERIES: tl.constexpr, WIDTH: tl.constexpr, stride
+    qkv_row, cache_row, head, first, d, y, is_rotated, is_stored, QUERIES: tl.constexpr, WIDTH: tl.constexpr, stride
 ):
-    """Queries go back where they came from, keys and values to their token's place in the cache."""
-    tl.store(qkv_row + head * WIDTH + first + d, y.to(qkv_row.dtype.element_ty), mask=is_query)
+    """Queries and keys go back where they came from, keys and values to their token's place in the cache."""
+    tl.store(qkv_row + head * WIDTH + first + d, y.to(qkv_row.dtype.element_ty), mask=is_rotated)
     tl.store(cache_row + (head - QUERIES) * stride + first + d, y.to(cache_row.dtype.element_ty), mask=is_stored)
 
 
@@ -83,9 +83,19 @@ def _rotate_and_store(
             rest = rest * scale * _gain(gain_ptr, head, rotated, WIDTH, 2 * HALF, e, inside_rest)
     stride = block_size.to(tl.int64) * WIDTH
     cache_row = cache_ptr + (slot // block_size) * (2 * KEYS) * stride + (slot % block_size) * WIDTH
-    query, stored = head < QUERIES, head >= QUERIES
+    stored = head >= QUERIES
     _put(
-        qkv_row, cache_row, head, 0, d, low * cos - high * sin, inside & query, inside & stored, QUERIES, WIDTH, stride
+        qkv_row,
+        cache_row,
+        head,
+        0,
+        d,
+        low * cos - high * sin,
+        inside & rotated,
+        inside & stored,
+        QUERIES,
+        WIDTH,
+        stride,
     )
     _put(
         qkv_row,
@@ -94,7 +104,7 @@ def _rotate_and_store(
         HALF,
         d,
         high * cos + low * sin,
-        inside & query,
+        inside & rotated,
         inside & stored,
         QUERIES,
         WIDTH,
@@ -109,7 +119,7 @@ def _rotate_and_store(
             at,
             e,
             rest,
-            inside_rest & query & NORM,
+            inside_rest & rotated & NORM,
             inside_rest & stored,
             QUERIES,
             WIDTH,
@@ -129,7 +139,7 @@ def rotate_and_store_(
     *,
     pdl: bool | None = None,
 ) -> None:
-    """See the public function; cos and sin float32 [all positions, r / 2]. The keys in `qkv` stay as they were."""
+    """See the public function; cos and sin float32 [all positions, r / 2]. Queries and keys change in place."""
     tokens, heads, width = qkv.shape
     kv_heads, block_size = cache.shape[2:4]
     if tokens == 0:

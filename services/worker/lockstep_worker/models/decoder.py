@@ -208,7 +208,14 @@ class AttentionPass:
     """What all layers of one pass share: angles, slots, tables. `rows` is the number of rows the pass is computed with."""
 
     def __init__(
-        self, c: DecoderConfig, tables: rope.Tables, inputs: StepInputs, rows: int, kv: KvCache, dtype: torch.dtype
+        self,
+        c: DecoderConfig,
+        tables: rope.Tables,
+        inputs: StepInputs,
+        rows: int,
+        kv: KvCache,
+        dtype: torch.dtype,
+        deterministic: bool,
     ) -> None:
         self._scale = c.head_dim**-0.5
         self._heads, self._head_dim = c.heads, c.head_dim
@@ -233,9 +240,13 @@ class AttentionPass:
             head_dim=c.head_dim,
             dtype=kv.layer(0, 0).dtype,
             device=positions.device,
+            deterministic=deterministic,
+            new_kv=True,
         )
-        self._mixed = torch.empty(rows, c.heads * c.head_dim, dtype=dtype, device=positions.device)
-        self._mixed[self._tokens :] = 0
+        self._mixed: torch.Tensor | None = None  # attention has its own on CUDA, unless rows are padded
+        if rows != self._tokens or not positions.is_cuda:
+            self._mixed = torch.empty(rows, c.heads * c.head_dim, dtype=dtype, device=positions.device)
+            self._mixed[self._tokens :] = 0
 
     def attend(
         self, weights: AttentionWeights, hidden: torch.Tensor, cache: torch.Tensor, kept: torch.Tensor | None = None
@@ -246,11 +257,12 @@ class AttentionPass:
         """
         qkv = linear(hidden, weights.qkv, norm=weights.norm).view(hidden.shape[0], -1, self._head_dim)
         rope.rotate_and_store_(qkv, cache, self._rope, weights.head_norm)
-        queries = qkv[: self._tokens, : self._heads]
-        attention(queries, cache, self._prepared, scale=self._scale, out=self._mixed)
+        kv_heads = cache.shape[2]
+        q, k, v = torch.tensor_split(qkv[: self._tokens], (self._heads, self._heads + kv_heads), 1)
+        mixed = attention(q, cache, self._prepared, scale=self._scale, out=self._mixed, new_kv=(k, v))
         if kept is None:
-            return linear(self._mixed, weights.out, plus=hidden)
-        return linear(self._mixed[kept], weights.out, plus=hidden[kept])
+            return linear(mixed, weights.out, plus=hidden)
+        return linear(mixed[kept], weights.out, plus=hidden[kept])
 
 
 class Decoder:
@@ -317,7 +329,7 @@ class Decoder:
         return linear(hidden.to(self._head.dtype), self._head, wide=True)
 
     def _pass(self, inputs: StepInputs, rows: int, kv: KvCache, dtype: torch.dtype) -> Pass:
-        return AttentionPass(self._config, self._tables, inputs, rows, kv, dtype)
+        return AttentionPass(self._config, self._tables, inputs, rows, kv, dtype, self._deterministic)
 
     def _live(self, inputs: StepInputs, rows: int) -> torch.Tensor | None:
         count = inputs.token_ids.shape[0]

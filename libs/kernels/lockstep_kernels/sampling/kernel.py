@@ -254,7 +254,7 @@ def _shape(
         words = tl.load(mask_ptr + i.to(tl.int64) * tl.cdiv(VOCAB, 32) + (token >> 5), mask=listed, other=0)
         x = tl.where(((words >> (token & 31)) & 1) != 0, x, float("-inf"))
         tl.store(x_row + token, x, mask=listed)
-    if counts_ptr is not None:
+    if counts_ptr is not None:  # noqa: SIM102  (known when compiled, unlike the other)
         if (features & _PENALTIES) != 0:
             factors = floats_ptr + row * _FLOATS
             repetition = tl.load(factors + _REPETITION_COLUMN)

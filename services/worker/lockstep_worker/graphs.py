@@ -11,7 +11,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -60,7 +60,7 @@ class DecodeGraphs:
         self._listed = np.zeros(0, np.int64)
         self._replays: dict[tuple[int, Variant], Replay] = {}
         self._revision = -1
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None  # of memory that all graphs share
 
     def capture(self) -> None:
         """Captures all buckets and variants, the largest first, so that the smaller ones share its memory."""
@@ -120,7 +120,7 @@ class DecodeGraphs:
             return step
         listed, counted = self._index.clone(), self._cursor.clone()
         self._index.fill_(self._rows.scratch)  # warming up changes no row
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             step()  # compiles kernels and makes workspaces, which a capture must not

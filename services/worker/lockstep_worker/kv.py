@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from lockstep_common.errors import ConfigError
+from lockstep_kernels import blocks as ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,29 +49,28 @@ class KvCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._groups = tuple(_allocate(spec, num_blocks, block_size, torch.device(device)) for spec in specs)
+        self._layers = tuple(group.unbind(0) for group in self._groups)
 
     def layer(self, group: int, layer: int) -> torch.Tensor:
         """The cache of one layer of a group: [num_blocks, planes, kv_heads, block_size, head_dim], contiguous, a view."""
-        return self._groups[group][layer]
+        return self._layers[group][layer]
 
     def zero(self, group: int, blocks: torch.Tensor) -> None:
         """Fills `blocks` (int64) with zeros, in every layer."""
-        for layer in self._groups[group]:
-            layer.index_fill_(0, blocks, 0)
+        ops.zero(self._groups[group], blocks)
 
     def copy(self, group: int, src: torch.Tensor, dst: torch.Tensor) -> None:
         """Copies block src[i] over block dst[i] (int64), in every layer; no block is both source and destination."""
-        for layer in self._groups[group]:
-            layer.index_copy_(0, dst, layer.index_select(0, src))
+        ops.copy(self._groups[group], src, dst)
 
 
-def _allocate(spec: KvSpec, num_blocks: int, block_size: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+def _allocate(spec: KvSpec, num_blocks: int, block_size: int, device: torch.device) -> torch.Tensor:
     shape = (spec.layers, num_blocks, spec.planes, spec.kv_heads, block_size, spec.head_dim)
     try:
         if device.type == "cpu":  # pages that nobody has written yet cost neither memory nor start-up time
             memory = mmap.mmap(-1, math.prod(shape) * spec.dtype.itemsize)
-            return torch.frombuffer(memory, dtype=spec.dtype).view(shape).unbind(0)
-        return torch.zeros(shape, dtype=spec.dtype, device=device).unbind(0)
+            return torch.frombuffer(memory, dtype=spec.dtype).view(shape)
+        return torch.zeros(shape, dtype=spec.dtype, device=device)
     except (RuntimeError, OSError) as error:
         gib = math.prod(shape) * spec.dtype.itemsize / 2**30
         raise ConfigError(f"no memory for a KV cache of {num_blocks} blocks ({gib:.1f} GiB): {error}") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -13,7 +14,7 @@ from lockstep_kernels.rms_norm import Norm
 from tests.kernels import launches
 
 RANK, ROPE, NOPE, VALUE = 512, 64, 128, 128
-MULTIPROCESSORS = 132
+H200 = mock.Mock(multi_processor_count=132)
 
 
 def variants() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -41,7 +42,9 @@ def _operands(heads: int, tokens: int, dtype: torch.dtype, block_size: int) -> t
 def _decode(heads: int, dtype: torch.dtype, block_size: int, sequences: int) -> None:
     q, latents, norm, cache, prepared, expansion = _operands(heads, sequences, dtype, block_size)
     lens, table = torch.zeros(sequences, dtype=torch.int64), torch.zeros(sequences, 16, dtype=torch.int64)
-    plan = cuda.plan_decode(lens, table, block_size, expansion, MULTIPROCESSORS)
+    with mock.patch.object(torch.cuda, "get_device_properties", lambda device: H200):
+        split = cuda.choose_split(heads, block_size, dtype, torch.device("cpu"))
+    plan = cuda.plan_decode(lens, table, block_size, expansion, split)
     absorbed = cuda.finish(q, latents, norm, cache, prepared, expansion)
     out = torch.empty(sequences, heads * VALUE, dtype=dtype)
     cuda.decode(q, absorbed, cache, plan, expansion, 0.1, out)

@@ -19,17 +19,29 @@ from typing import Final
 import torch
 import triton
 
+from lockstep_kernels import dependent
 from lockstep_kernels.mla import kernel
 from lockstep_kernels.mla.batch import Expansion, LatentBatch, Prepared
 from lockstep_kernels.rms_norm import Norm
 
-TILE: Final = 64  # keys
 MANY: Final = 16  # sequences from which on merging is a matrix product
 _ROWS: Final = 16  # queries that one program absorbs at least
 QUERIES: Final = 128  # of one program
 PIECE_BYTES: Final = 1 << 27  # of a piece's keys and values
 
 _Span = tuple[int, int, int, int, int]  # first query, queries, first key, keys, keys that the first query sees
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How a decode step cuts its work: among programs, in tiles of keys for some of the heads."""
+
+    programs: int
+    heads: int  # of a program
+    keys: int  # of a tile
+    least: int  # tiles that a program takes: merging costs as much as reading a few more
+    warps: int
+    stages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +53,7 @@ class DecodePlan:
     share [1], first tile of each sequence and the end [B + 1]. Made on the device, so that a captured step follows the lengths.
     """
 
-    programs: int
+    split: Split
     plan: torch.Tensor
     seq_lens: torch.Tensor  # [B] int64
     table: torch.Tensor  # [B, W] int64
@@ -54,6 +66,22 @@ class DecodePlan:
         return self.seq_lens.shape[0]
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Cached positions that are expanded together: their slots in the cache [n] int64, and the spans that see them."""
+
+    slots: torch.Tensor
+    spans: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlan:
+    """The work of a pass. `spans` int32 [N, 5]: tiles of queries against keys, see `_Span`; the longest come first."""
+
+    spans: torch.Tensor
+    pieces: tuple[Piece, ...]
+
+
 def check_widths(expansion: Expansion, rope: int) -> None:
     """Raises ValueError naming what the kernels do not have."""
     for name, width in (("kv_lora_rank", expansion.rank), ("qk_rope_head_dim", rope)):
@@ -64,7 +92,9 @@ def check_widths(expansion: Expansion, rope: int) -> None:
 def prepare(batch: LatentBatch, expansion: Expansion, dtype: torch.dtype) -> DecodePlan | PromptPlan:
     """The plan of a pass."""
     if batch.decode:
-        return plan_decode(batch.seq_lens, batch.block_table, batch.block_size, expansion)
+        device = batch.seq_lens.device
+        split = choose_split(expansion.heads, batch.block_size, dtype, device)
+        return plan_decode(batch.seq_lens, batch.block_table, batch.block_size, expansion, split)
     return plan_prompts(batch, expansion, dtype)
 
 
@@ -90,19 +120,37 @@ def attention(
     attend(q, latents, cache, plan, expansion, scale, out)
 
 
+@functools.cache
+def choose_split(heads: int, block_size: int, dtype: torch.dtype, device: torch.device) -> Split:
+    """A few heads: tiles of 36 KiB, two of them on their way for each of two programs that a multiprocessor holds at a time.
+    Many heads: matrix instructions at their full height, and the registers are full of results.
+    """
+    units = torch.cuda.get_device_properties(device).multi_processor_count
+    if dtype.itemsize > 2:
+        return Split(units, 16, 32, 2, warps=4, stages=2)
+    if heads <= 16:
+        return Split(2 * units, 16, 32, 2, warps=4, stages=3 + (block_size < 32))
+    return Split(max(1, units // triton.cdiv(heads, 32)), 32, 64, 1, warps=8, stages=2 + (block_size < 64))
+
+
 def plan_decode(
-    seq_lens: torch.Tensor, table: torch.Tensor, block_size: int, expansion: Expansion, programs: int | None = None
+    seq_lens: torch.Tensor, table: torch.Tensor, block_size: int, expansion: Expansion, split: Split
 ) -> DecodePlan:
-    """`programs` is for tests; by default there is one a multiprocessor."""
-    sequences, heads = seq_lens.shape[0], expansion.heads
-    if programs is None:
-        programs = max(1, _multiprocessors(seq_lens.device) // triton.cdiv(heads, _block_heads(heads)))
-    plan = seq_lens.new_empty(programs + sequences + 2, dtype=torch.int32)
-    kernel.plan_kernel[(programs,)](
-        seq_lens, plan, sequences, TILE=TILE, BLOCK=triton.next_power_of_2(sequences), num_warps=4
+    """`split`: of `choose_split`, unless others are tried."""
+    sequences, slots = seq_lens.shape[0], split.programs + seq_lens.shape[0]
+    plan = seq_lens.new_empty(slots + 2, dtype=torch.int32)
+    kernel.plan_kernel[(split.programs,)](
+        seq_lens,
+        plan,
+        sequences,
+        table.shape[1] * block_size,
+        LEAST=split.least,
+        TILE=split.keys,
+        BLOCK=triton.next_power_of_2(sequences),
+        num_warps=4,
     )
-    parts = torch.empty(programs + sequences, heads, expansion.rank, dtype=torch.float32, device=seq_lens.device)
-    return DecodePlan(programs, plan, seq_lens, table, block_size, parts, torch.empty_like(parts[..., 0]))
+    parts = torch.empty(slots, expansion.heads, expansion.rank, dtype=torch.float32, device=seq_lens.device)
+    return DecodePlan(split, plan, seq_lens, table, block_size, parts, torch.empty_like(parts[..., 0]))
 
 
 def finish(
@@ -123,11 +171,13 @@ def finish(
     rows = min(64, max(_ROWS, triton.next_power_of_2(tokens)))
     columns = min(rank, 64 if tokens <= 64 else 128)
     tiles = 0 if expansion is None else triton.cdiv(tokens, rows) * heads * (rank // columns)
+    pdl = dependent.supported(q.device)
     kernel.finish_kernel[(tokens + tiles,)](
         q, latents, norm.gain, prepared.cos, prepared.sin, cache, prepared.slots, weight, q if absorbed is None else absorbed,
         tokens, q.stride(0), q.stride(1), latents.stride(0), 0 if expansion is None else weight.stride(0), norm.eps,
         HEADS=heads, BLOCK_H=triton.next_power_of_2(heads), NOPE=nope, BLOCK_NOPE=max(16, triton.next_power_of_2(nope)),
-        ROPE=rope, RANK=rank, INTERLEAVED=prepared.interleaved, ROWS=rows, COLUMNS=columns, PRECISION=_precision(q), num_warps=4,
+        ROPE=rope, RANK=rank, INTERLEAVED=prepared.interleaved, ROWS=rows, COLUMNS=columns, PRECISION=_precision(q),
+        PDL=pdl, launch_pdl=pdl, num_warps=4,
     )  # fmt: skip
     return absorbed
 
@@ -143,59 +193,32 @@ def decode(
     many: int = MANY,
 ) -> None:
     """See `attention`; `absorbed` of `finish`. A sequence without positions gets zeros."""
-    heads, rank, value = expansion.heads, expansion.rank, expansion.value
-    block, rope = _block_heads(heads), q.shape[2] - expansion.nope
-    kernel.decode_kernel[(plan.programs, triton.cdiv(heads, block))](
+    heads, rank, nope, value = expansion.heads, expansion.rank, expansion.nope, expansion.value
+    split, pdl = plan.split, dependent.supported(q.device)
+    kernel.decode_kernel[(split.programs, triton.cdiv(heads, split.heads))](
         absorbed, q, cache, plan.table, plan.seq_lens, plan.plan, plan.parts, plan.lse,
         plan.sequences, q.stride(0), q.stride(1), plan.table.stride(0), scale * math.log2(math.e),
-        NOPE=expansion.nope, HEADS=heads, BLOCK_H=block, RANK=rank, ROPE=rope, BLOCK_SIZE=plan.block_size, TILE=TILE,
-        PRECISION=_precision(q), num_warps=8 if block > 16 else 4, num_stages=2,
+        NOPE=nope, HEADS=heads, BLOCK_H=split.heads, RANK=rank, ROPE=q.shape[2] - nope, BLOCK_SIZE=plan.block_size,
+        TILE=split.keys, STAGES=split.stages, PRECISION=_precision(q), PDL=pdl, launch_pdl=pdl, num_warps=split.warps,
     )  # fmt: skip
     columns = triton.next_power_of_2(value)
     if plan.sequences < many:
         columns = min(columns, 32)
         kernel.merge_row_kernel[(heads, plan.sequences, triton.cdiv(value, columns))](
-            plan.parts, plan.lse, plan.plan, expansion.weight, out, plan.programs, out.stride(0),
-            HEADS=heads, NOPE=expansion.nope, VALUE=value, RANK=rank, COLUMNS=columns, PARTS=8, num_warps=4,
+            plan.parts, plan.lse, plan.plan, expansion.weight, out, split.programs, out.stride(0),
+            HEADS=heads, NOPE=nope, VALUE=value, RANK=rank, COLUMNS=columns, PARTS=16, PDL=pdl, launch_pdl=pdl,
+            num_warps=4,
         )  # fmt: skip
     else:
         kernel.merge_rows_kernel[(heads, triton.cdiv(plan.sequences, MANY))](
-            plan.parts, plan.lse, plan.plan, expansion.weight, out, plan.programs, plan.sequences, out.stride(0),
-            HEADS=heads, NOPE=expansion.nope, VALUE=value, RANK=rank, ROWS=MANY, COLUMNS=max(16, columns),
-            INNER=min(rank, 128), PRECISION=_precision(q), num_warps=4,
+            plan.parts, plan.lse, plan.plan, expansion.weight, out, split.programs, plan.sequences, out.stride(0),
+            HEADS=heads, NOPE=nope, VALUE=value, RANK=rank, ROWS=MANY, COLUMNS=max(16, columns), INNER=min(rank, 128),
+            PRECISION=_precision(q), PDL=pdl, launch_pdl=pdl, num_warps=4,
         )  # fmt: skip
-
-
-def _block_heads(heads: int) -> int:
-    """Heads of one program: the columns of its products, so no more than needed, and registers hold 64 at most."""
-    return min(64, max(16, triton.next_power_of_2(heads)))
 
 
 def _precision(operand: torch.Tensor) -> str:
     return "ieee" if operand.dtype == torch.float32 else "tf32"
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 4
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Cached positions that are expanded together: their slots in the cache [n] int64, and the spans that see them."""
-
-    slots: torch.Tensor
-    spans: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class PromptPlan:
-    """The work of a pass. `spans` int32 [N, 5]: tiles of queries against keys, see `_Span`; the longest come first."""
-
-    spans: torch.Tensor
-    pieces: tuple[Piece, ...]
 
 
 def plan_prompts(batch: LatentBatch, expansion: Expansion, dtype: torch.dtype, piece: int | None = None) -> PromptPlan:
@@ -262,13 +285,13 @@ def _launch(
     """Attends to the expanded latents [S, rank + rope]; with `merge` on top of what (state, lse) have, updating lse."""
     rank, heads, nope, value = expansion.rank, expansion.heads, expansion.nope, expansion.value
     expanded = torch.nn.functional.linear(latents[:, :rank], expansion.weight.view(-1, rank))
-    wide = q.dtype == torch.float32
+    wide, pdl = q.dtype == torch.float32, dependent.supported(q.device)
     kernel.attend_kernel[(heads, spans.shape[0])](
         q, expanded, latents, spans, state, lse, out,
         q.stride(0), q.stride(1), expanded.stride(0), latents.stride(0), out.stride(0), scale * math.log2(math.e),
         HEADS=heads, NOPE=nope, BLOCK_NOPE=max(16, triton.next_power_of_2(nope)), ROPE=q.shape[2] - nope, RANK=rank,
         VALUE=value, BLOCK_VALUE=max(16, triton.next_power_of_2(value)), MERGE=merge, ROWS=QUERIES, TILE=32 if wide else 64,
-        PRECISION="ieee" if wide else "tf32", num_warps=8, num_stages=2 if wide else 3,
+        PRECISION=_precision(q), PDL=pdl, launch_pdl=pdl, num_warps=8, num_stages=2 if wide else 3,
     )  # fmt: skip
 
 

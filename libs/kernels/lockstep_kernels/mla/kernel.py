@@ -13,15 +13,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lockstep_kernels.dependent import release, wait
 
-@triton.jit(do_not_specialize=["sequences"])
-def plan_kernel(lens_ptr, plan_ptr, sequences, TILE: tl.constexpr, BLOCK: tl.constexpr):
+
+@triton.jit(do_not_specialize=["sequences", "limit"])
+def plan_kernel(lens_ptr, plan_ptr, sequences, limit, LEAST: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """See `DecodePlan`. Lengths beyond `limit` are cut: a table has no more."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     i = tl.arange(0, BLOCK)
-    lens = tl.load(lens_ptr + i, mask=i < sequences, other=0).to(tl.int32)
+    lens = tl.minimum(tl.load(lens_ptr + i, mask=i < sequences, other=0), limit).to(tl.int32)
     tiles = tl.cdiv(lens, TILE)
     ends = tl.cumsum(tiles, 0)
-    share = tl.maximum(tl.cdiv(tl.sum(tiles, 0), programs), 1)
+    share = tl.maximum(tl.cdiv(tl.sum(tiles, 0), programs), LEAST)
     before = (ends <= program * share) & (i < sequences)
     tl.store(plan_ptr + program, tl.sum(before.to(tl.int32), 0))
     if program == 0:
@@ -44,18 +47,21 @@ def _turn(ptr, cos, sin, first, second, mask):
 
 @triton.jit
 def _finish_token(
-    q_ptr, latent, gain_ptr, cos_ptr, sin_ptr, cached, eps, q_head,
+    q_ptr, latent, gain_ptr, cos_ptr, sin_ptr, cache_ptr, slot_ptr, eps, q_head,
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, RANK: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotation of one token, in place, and its latent's copy in the cache; all pointers are the token's."""
+    """Norm and rotation of one token, in place, and its latent's copy in the cache; pointers are the token's."""
     HALF: tl.constexpr = ROPE // 2
     i, pair, head = tl.arange(0, RANK), tl.arange(0, HALF), tl.arange(0, BLOCK_H)
     first = pair * 2 if INTERLEAVED else pair
     second = first + (1 if INTERLEAVED else HALF)
+    gain = tl.load(gain_ptr + i)
+    wait(PDL)
+    cached = cache_ptr + tl.load(slot_ptr) * (RANK + ROPE)
     cos, sin = tl.load(cos_ptr + pair), tl.load(sin_ptr + pair)
     x = tl.load(latent + i).to(tl.float32)
-    x = x * tl.rsqrt(tl.sum(x * x, 0) / RANK + eps) * tl.load(gain_ptr + i)
+    x = x * tl.rsqrt(tl.sum(x * x, 0) / RANK + eps) * gain
     normed = x.to(latent.dtype.element_ty)
     tl.store(latent + i, normed)
     tl.store(cached + i, normed.to(cached.dtype.element_ty))
@@ -71,7 +77,7 @@ def _finish_token(
 def _absorb(
     q_ptr, weight_ptr, absorbed_ptr, tile, tokens, q_token, q_head, weight_head,
     HEADS: tl.constexpr, NOPE: tl.constexpr, BLOCK_NOPE: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    COLUMNS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of the queries of one head, times the weights that would expand keys."""
     column = (tile % (RANK // COLUMNS)) * COLUMNS + tl.arange(0, COLUMNS)
@@ -83,6 +89,7 @@ def _absorb(
         weight_ptr + head.to(tl.int64) * weight_head + k[:, None] * RANK + column[None, :],
         mask=(k < NOPE)[:, None], other=0.0,
     )  # fmt: skip
+    wait(PDL)
     q = tl.load(
         q_ptr + row[:, None].to(tl.int64) * q_token + head * q_head + k[None, :],
         mask=known & (k < NOPE)[None, :], other=0.0,
@@ -98,21 +105,22 @@ def finish_kernel(
     tokens, q_token, q_head, latents_token, weight_head, eps,
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr, NOPE: tl.constexpr, BLOCK_NOPE: tl.constexpr, ROPE: tl.constexpr,
     RANK: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """The first `tokens` programs each finish a token, the others each absorb a tile of queries."""
+    release(PDL)
     program = tl.program_id(0)
     if program < tokens:
         token = program.to(tl.int64)
         angles = token * (ROPE // 2)
         _finish_token(
             q_ptr + token * q_token, latents_ptr + token * latents_token, gain_ptr, cos_ptr + angles, sin_ptr + angles,
-            cache_ptr + tl.load(slots_ptr + token) * (RANK + ROPE), eps, q_head,
-            HEADS, BLOCK_H, NOPE, ROPE, RANK, INTERLEAVED,
+            cache_ptr, slots_ptr + token, eps, q_head, HEADS, BLOCK_H, NOPE, ROPE, RANK, INTERLEAVED, PDL,
         )  # fmt: skip
     else:
         _absorb(
             q_ptr, weight_ptr, absorbed_ptr, program - tokens, tokens, q_token, q_head, weight_head,
-            HEADS, NOPE, BLOCK_NOPE, RANK, ROWS, COLUMNS, PRECISION,
+            HEADS, NOPE, BLOCK_NOPE, RANK, ROWS, COLUMNS, PRECISION, PDL,
         )  # fmt: skip
 
 
@@ -121,10 +129,12 @@ def decode_kernel(
     absorbed_ptr, q_ptr, cache_ptr, table_ptr, lens_ptr, plan_ptr, parts_ptr, lse_ptr,
     sequences, q_token, q_head, table_row, scale,
     NOPE: tl.constexpr, HEADS: tl.constexpr, BLOCK_H: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Scores are [keys, heads] and results [rank, heads]: the keys and the rank fill the rows of matrix instructions, and the
     few heads are their columns, of which there may be as few as eight."""
+    release(PDL)
+    wait(PDL)
     program, programs = tl.program_id(0), tl.num_programs(0)
     starts = plan_ptr + programs + 1
     share = tl.load(plan_ptr + programs)
@@ -150,7 +160,7 @@ def decode_kernel(
             sum = tl.zeros((BLOCK_H,), tl.float32)
             mixed = tl.zeros((RANK, BLOCK_H), tl.float32)
             block = tl.load(table + (tile - start) * TILE // BLOCK_SIZE)
-            for j in range(tile - start, until - start):
+            for j in tl.range(tile - start, until - start, num_stages=STAGES):
                 position = j * TILE + key
                 valid = position < length
                 if BLOCK_SIZE < TILE:
@@ -194,9 +204,10 @@ def _parts_of(plan_ptr, programs, sequence, mask):
 def merge_row_kernel(
     parts_ptr, lse_ptr, plan_ptr, weight_ptr, out_ptr, programs, out_token,
     HEADS: tl.constexpr, NOPE: tl.constexpr, VALUE: tl.constexpr, RANK: tl.constexpr, COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One sequence, one head, some columns of the value; PARTS parts at a time."""
+    release(PDL)
     head, sequence = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     i, p = tl.arange(0, RANK), tl.arange(0, PARTS)
@@ -204,6 +215,7 @@ def merge_row_kernel(
         weight_ptr + (head * (NOPE + VALUE) + NOPE + column[:, None]) * RANK + i[None, :],
         mask=(column < VALUE)[:, None], other=0.0,
     ).to(tl.float32)  # fmt: skip
+    wait(PDL)
     first, count = _parts_of(plan_ptr, programs, sequence, sequence >= 0)
     best, sum = -float("inf"), 0.0
     mixed = tl.zeros((RANK,), tl.float32)
@@ -228,9 +240,11 @@ def merge_row_kernel(
 def merge_rows_kernel(
     parts_ptr, lse_ptr, plan_ptr, weight_ptr, out_ptr, programs, sequences, out_token,
     HEADS: tl.constexpr, NOPE: tl.constexpr, VALUE: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
+    COLUMNS: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """ROWS sequences, one head; each of them is in few parts, as there are many sequences."""
+    release(PDL)
+    wait(PDL)
     head = tl.program_id(0).to(tl.int64)
     sequence = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column, i = tl.arange(0, COLUMNS), tl.arange(0, INNER)
@@ -296,8 +310,11 @@ def attend_kernel(
     q_token, q_head, expanded_token, latents_token, out_token, scale,
     HEADS: tl.constexpr, NOPE: tl.constexpr, BLOCK_NOPE: tl.constexpr, ROPE: tl.constexpr, RANK: tl.constexpr,
     VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr, MERGE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Queries of one head against keys, as a span says; with MERGE on top of what state and lse have."""
+    release(PDL)
+    wait(PDL)
     head, span = tl.program_id(0).to(tl.int64), spans_ptr + tl.program_id(1) * 5
     token, rows = tl.load(span), tl.load(span + 1)
     first_key, keys, visible = tl.load(span + 2), tl.load(span + 3), tl.load(span + 4)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -28,6 +29,7 @@ from lockstep_common.steps import F32, NO_F32, NO_U32, U32, Sampling, f32, u32, 
 from lockstep_proto.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 
 STOP, LENGTH, CANCELLED, ERROR = "stop", "length", "cancelled", "error"
+_BATCH_BYTES = 16 << 20  # far below the largest message
 _ENDS = ("", STOP, LENGTH, CANCELLED, ERROR)
 
 
@@ -143,7 +145,8 @@ class SchedulerSession:
         self._channel = rpc.open_channel(address, security)
         self._call: Any = None
         self._reader: asyncio.Task[None] | None = None
-        self._outbox: asyncio.Queue[scheduler_pb2.ToScheduler] = asyncio.Queue()
+        self._outbox: deque[scheduler_pb2.ToScheduler] = deque()
+        self._outgoing = asyncio.Event()
         self._requests: dict[int, Request] = {}
         self._handles = 0
         self._changed = asyncio.Event()
@@ -202,15 +205,15 @@ class SchedulerSession:
             cache_salt=salt,
             deadline_ms=deadline_ms,
         )
-        self._outbox.put_nowait(scheduler_pb2.ToScheduler(submit=message))
+        self._submit(message)
         return request
 
     def cancel(self, handle: int) -> None:
-        self._outbox.put_nowait(scheduler_pb2.ToScheduler(cancel=scheduler_pb2.Cancel(handle=handle)))
+        self._put(scheduler_pb2.ToScheduler(cancel=scheduler_pb2.Cancel(handle=handle)))
 
     def finish(self, handle: int, choice: int, offset: int) -> None:
         message = scheduler_pb2.Finish(handle=handle, choice=choice, offset=offset)
-        self._outbox.put_nowait(scheduler_pb2.ToScheduler(finish=message))
+        self._put(scheduler_pb2.ToScheduler(finish=message))
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -243,9 +246,7 @@ class SchedulerSession:
 
     async def _start(self, deadline: float) -> None:
         stub = scheduler_pb2_grpc.SchedulerStub(self._channel)
-        self._outbox.put_nowait(
-            scheduler_pb2.ToScheduler(hello=scheduler_pb2.Hello(router_id=f"bench-{uuid.uuid4().hex}"))
-        )
+        self._put(scheduler_pb2.ToScheduler(hello=scheduler_pb2.Hello(router_id=f"bench-{uuid.uuid4().hex}")))
         self._call = stub.Session(self._upward(), metadata=rpc.call_metadata(self._security))
         self._reader = asyncio.create_task(self._read())
         try:
@@ -255,9 +256,24 @@ class SchedulerSession:
         except TimeoutError:
             raise DeadlineExceeded(f"the group did not form; last load: {self.load}") from None
 
+    def _submit(self, message: scheduler_pb2.Submit) -> None:
+        """Requests that are submitted before the stream takes them leave in one message, and may be admitted in one plan."""
+        last = self._outbox[-1].batch.submits if self._outbox else []
+        if last and len(last) * (len(message.prompt) + len(last[0].prompt)) < _BATCH_BYTES:
+            last.append(message)
+        else:
+            self._put(scheduler_pb2.ToScheduler(batch=scheduler_pb2.SubmitBatch(submits=[message])))
+
+    def _put(self, message: scheduler_pb2.ToScheduler) -> None:
+        self._outbox.append(message)
+        self._outgoing.set()
+
     async def _upward(self) -> AsyncIterator[scheduler_pb2.ToScheduler]:
         while True:
-            yield await self._outbox.get()
+            await self._outgoing.wait()
+            while self._outbox:
+                yield self._outbox.popleft()
+            self._outgoing.clear()
 
     async def _read(self) -> None:
         try:

@@ -9,7 +9,7 @@ import shlex
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep_bench.client import SchedulerSession, serving
@@ -36,6 +36,8 @@ class Settings:
     max_num_batched_tokens: int = 8192
     max_window: int = 16
     start_timeout_s: float = 900.0
+    worker_module: str = "lockstep_worker"
+    worker_env: Mapping[str, str] = field(default_factory=dict)
     worker_flags: str = ""
     scheduler_flags: str = ""
 
@@ -115,11 +117,13 @@ async def running(settings: Settings, log: Callable[[str], None], log_dir: Path 
 
 def _worker(fleet: Fleet, settings: Settings, rank: int, port: int) -> Process:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    env = {"CUDA_VISIBLE_DEVICES": visible[rank] if rank < len(visible) and visible[0] else str(rank)}
+    env = dict(settings.worker_env)
+    if settings.dp > 1:
+        env["CUDA_VISIBLE_DEVICES"] = visible[rank] if rank < len(visible) and visible[0] else str(rank)
     return fleet.python(
-        f"{settings.name}-worker{rank}", "-m", "lockstep_worker", "--port", port, "--model", settings.model,
+        f"{settings.name}-worker{rank}", "-m", settings.worker_module, "--port", port, "--model", settings.model,
         "--served-model-name", settings.name, "--load-format", settings.load_format, "--dtype", settings.dtype,
-        *_sizes(settings), *shlex.split(settings.worker_flags), env=env if settings.dp > 1 else None,
+        *_sizes(settings), *shlex.split(settings.worker_flags), env=env,
     )  # fmt: skip
 
 

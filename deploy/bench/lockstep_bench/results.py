@@ -52,6 +52,14 @@ class Results:
         self.peer_rows.append(row | self._circumstances())
         self._write()
 
+    def annotate(self, model: str, work: str, name: str, value: Any) -> None:
+        """Adds a column to a row that was measured before."""
+        for row in self.rows:
+            if (row["model"], row.get("work")) == (model, work):
+                row[name] = value
+        self._log(f"{model} {work}: {name} {value}")
+        self._write()
+
     @property
     def missing(self) -> list[str]:
         done = {(row["model"], row.get("work")) for row in self.rows}

@@ -99,6 +99,9 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             match message.WhichOneof("message"):
                 case "submit":
                     self._submit(session, message.submit)
+                case "batch":
+                    for submit in message.batch.submits:
+                        self._submit(session, submit)
                 case "cancel":
                     if request := session.handles.get(message.cancel.handle):
                         self._loop.cancel(request)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from lockstep_bench import engine, peer, shapes
+from lockstep_bench import engine, peer, routing, shapes
 from lockstep_bench.client import SchedulerSession
 from lockstep_bench.commands import add_output_flags, console, log
 from lockstep_bench.engine import Engine, Settings
@@ -48,6 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--log-dir", type=Path, metavar="DIR", help="keep the processes' logs")
     add("--profile", type=Path, metavar="DIR", help="after each workload, run it again and record a trace of its steps")
     add("--profile-steps", type=int, default=16, metavar="N")
+    add(
+        "--experts",
+        action="store_true",
+        help="count the distinct experts of a decode step, on an engine started for it",
+    )
     add("--peer", choices=("vllm",), help="run the same work on an installed peer, for a ratio side by side")
     add("--peer-venv", type=Path, metavar="DIR", help="virtual environment of the peer (default: this one)")
     add("--peer-options", type=json.loads, default={}, metavar="JSON", help="more arguments of the peer's engine class")
@@ -109,6 +116,8 @@ async def _measure(
             for settings in engines:
                 try:
                     await _own(args, settings, works, results)
+                    if args.experts:
+                        await _experts(args, settings, works, results)
                     if args.peer:
                         await _peer(args, settings, works, results)
                 except LockstepError as error:
@@ -166,6 +175,31 @@ async def _profile(args: argparse.Namespace, bench: Bench, work: Workload, start
     path = args.profile / f"{started.session.model}-{work.name}.json.gz"
     path.write_bytes(trace.data)
     log(f"{trace.steps} steps in {path}")
+
+
+async def _experts(args: argparse.Namespace, settings: Settings, works: Sequence[Workload], results: Results) -> None:
+    """Runs the beginning of each decode workload on a worker that counts; counts are told apart by their rows."""
+    experts = routing.routed_experts(shapes.config(str(settings.model)))
+    decoding = [work for work in works if work.output > 1] if experts else []
+    if not decoding:
+        return
+    log(f"{settings.name}: counting experts")
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as scratch:
+        counts = Path(scratch) / "routing.json"
+        counting = replace(
+            settings,
+            worker_module="lockstep_bench.routing",
+            worker_env={routing.VARIABLE: str(counts)},
+            worker_flags=f"{settings.worker_flags} --enforce-eager",
+        )
+        async with engine.running(counting, log, args.log_dir) as started:
+            bench = Bench(started.session, args.seed)
+            for work in decoding:
+                await bench.seconds(replace(work, output=min(work.output, routing.STEPS)))
+        for work in decoding:
+            found = routing.read(counts, min(work.requests, settings.max_num_seqs))
+            results.annotate(settings.name, work.name, "distinct_experts", found)
+            results.annotate(settings.name, work.name, "routed_experts", experts)
 
 
 async def _peer(args: argparse.Namespace, settings: Settings, works: Sequence[Workload], results: Results) -> None:

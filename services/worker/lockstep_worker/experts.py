@@ -1,7 +1,7 @@
-"""The mixture-of-experts layer: gate, dispatch, experts, combine.
+"""The mixture-of-experts layer: a gate, and experts wherever they are.
 
-A token's way: `route` chooses its experts from the gate's logits; `Exchange.dispatch` brings it to the worker that has
-them; the experts compute; `Exchange.combine` brings the weighted results back and adds them to the residual stream.
+A token's way: `route` chooses its experts from the gate's logits; an `Exchange` brings it to those experts and adds what they
+make of it, weighted, to the residual stream.
 Shared experts are experts like the others, after the routed ones, that every live token goes to with weight 1: so one
 grouped product serves both. Rows that are not live go to no expert and keep their residual.
 """
@@ -29,7 +29,6 @@ __all__ = [
     "ExpertNames",
     "Experts",
     "Local",
-    "Parcel",
     "Routing",
     "load_expert_mlp",
     "load_experts",
@@ -37,36 +36,39 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Parcel:
-    """Rows and where they go: what dispatch hands to the experts of this worker.
-
-    rows [R, d]; ids int32 [R, k] in this worker's numbering, -1: elsewhere or nowhere; weights float32 [R, k].
-    """
-
-    rows: torch.Tensor
-    ids: torch.Tensor
-    weights: torch.Tensor
-
-
 class Exchange(Protocol):
-    """The way of rows to the experts and back. Its calls come in the same order on all workers."""
+    """The way of tokens to the experts and back, wherever those are. Its calls come in the same order on all workers."""
 
-    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Parcel:
-        """x [T, d] of this worker with ids int32 [T, k] over all experts, and weights float32 [T, k]."""
+    def mix(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        packed: ExpertWeights,
+        residual: torch.Tensor,
+        norm: Norm | None,
+    ) -> torch.Tensor:
+        """residual [T, d] plus the weighted sum of what each token's experts make of x [T, d].
 
-    def combine(self, parcel: Parcel, pairs: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """residual [T, d] plus what became of x: pairs [R, k, d] are the weighted results for the parcel's rows."""
+        ids int32 [T, k] over all experts, -1: none; weights float32 [T, k]; `packed` are the experts that are here. An
+        exchange over workers dispatches x by ids, calls `moe.experts` on what arrives, and combines what returns.
+        """
+        ...
 
 
 class Local:
     """All experts are here."""
 
-    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Parcel:
-        return Parcel(x, ids, weights)
-
-    def combine(self, parcel: Parcel, pairs: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return moe.combine(pairs, parcel.ids, plus=residual)
+    def mix(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        packed: ExpertWeights,
+        residual: torch.Tensor,
+        norm: Norm | None,
+    ) -> torch.Tensor:
+        return moe.mix(x, ids, weights, packed, plus=residual, norm=norm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +98,19 @@ class Experts:
             raise ValueError(f"the correction is {correction.dtype}, expected torch.float32")
         return cls(routing, moe.pack_gate(gate), correction, weights, exchange or Local())
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor, live: torch.Tensor | None) -> torch.Tensor:
-        """x (normed) and residual [T, d]; live bool [T], None: all. On CPU a row's bits do not depend on the others."""
-        logits = moe.gate_logits(x, self.gate)
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, live: torch.Tensor | None, *, norm: Norm | None = None
+    ) -> torch.Tensor:
+        """x and residual [T, d], x to be normalised if there is a norm; live bool [T], None: all.
+
+        On CPU a row's bits do not depend on the others.
+        """
+        if norm is not None and not moe.fuses_norm(x):
+            x, norm = rms_norm(x, *norm), None
+        logits = moe.gate_logits(x, self.gate, norm=norm)
         shared = self.weights.experts - self.routing.experts
         ids, weights = moe.route(logits, self.routing, correction=self.correction, live=live, shared=shared)
-        parcel = self.exchange.dispatch(x, ids, weights)
-        pairs = moe.experts(parcel.rows, parcel.ids, parcel.weights, self.weights)
-        return self.exchange.combine(parcel, pairs, residual)
+        return self.exchange.mix(x, ids, weights, self.weights, residual, norm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +121,7 @@ class ExpertMlp:
     experts: Experts
 
     def __call__(self, hidden: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        return self.experts(rms_norm(hidden, *self.norm), hidden, tokens.live)
+        return self.experts(hidden, hidden, tokens.live, norm=self.norm)
 
 
 def read_routing(

@@ -1,7 +1,7 @@
-"""Mixtures of experts: which experts a token chooses, what they make of it, and the sum.
+"""Mixtures of experts: which experts a token chooses, and what they make of it.
 
     ids, weights = route(gate_logits(x, gate), routing)
-    y = combine(experts(x, ids, weights, packed), ids, plus=residual)
+    y = mix(x, ids, weights, packed, plus=residual)
 
 T tokens, d hidden, k chosen experts a token, i an expert's width. A token's expert id of -1 means none.
 """
@@ -14,6 +14,7 @@ from lockstep_kernels.checks import check_shape
 from lockstep_kernels.linear import Packed, linear, pack
 from lockstep_kernels.moe import cpu
 from lockstep_kernels.moe.weights import ExpertStack, ExpertWeights, Routing, pack_experts
+from lockstep_kernels.rms_norm import Norm, rms_norm
 
 __all__ = [
     "ExpertStack",
@@ -21,11 +22,22 @@ __all__ = [
     "Routing",
     "combine",
     "experts",
+    "fuses_norm",
     "gate_logits",
+    "mix",
     "pack_experts",
     "pack_gate",
     "route",
 ]
+
+
+def fuses_norm(x: torch.Tensor) -> bool:
+    """Whether `gate_logits` and `mix` of x [T, d] take a norm along for nothing; otherwise normalise once, before both."""
+    if not x.is_cuda:
+        return False
+    from lockstep_kernels.moe import skinny
+
+    return 0 < x.shape[0] <= skinny.MOST_TOKENS
 
 
 def pack_gate(weight: torch.Tensor) -> Packed:
@@ -33,12 +45,24 @@ def pack_gate(weight: torch.Tensor) -> Packed:
     return pack(weight, prompts=False)
 
 
-def gate_logits(x: torch.Tensor, gate: Packed) -> torch.Tensor:
-    """x @ gate.T: float32 [T, E] of x [T, d], whatever x's dtype. On CPU a row's bits do not depend on T."""
-    if x.is_cuda:
-        assert isinstance(gate.weight, torch.Tensor)
-        return torch.mm(x, gate.weight.T, out_dtype=torch.float32)
-    return linear(x.to(gate.dtype), gate).float()
+def gate_logits(x: torch.Tensor, gate: Packed, *, norm: Norm | None = None) -> torch.Tensor:
+    """x @ gate.T, of x [T, d] normalised first if there is a norm: float32 [T, E], whatever x's dtype.
+
+    On CPU a row's bits do not depend on T.
+    """
+    tokens = x.shape[0]
+    check_shape("x", x, (tokens, gate.in_features))
+    if not x.is_cuda:
+        return linear(x.to(gate.dtype), gate, norm=norm).float()
+    assert isinstance(gate.weight, torch.Tensor)
+    if fuses_norm(x):
+        from lockstep_kernels.linear import kernel
+
+        logits = torch.empty(tokens, gate.out_features, dtype=torch.float32, device=x.device)
+        return kernel.skinny(x, gate.weight, None, out=logits, **({} if norm is None else norm._asdict()))
+    if norm is not None:
+        x = rms_norm(x, *norm)
+    return torch.mm(x, gate.weight.T, out_dtype=torch.float32)
 
 
 def route(
@@ -68,18 +92,38 @@ def route(
     return cpu.route(logits, routing, correction, live, shared)
 
 
-def experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: ExpertWeights) -> torch.Tensor:
-    """[T, k, d] of x's dtype: what each chosen expert makes of its token, times the weight.
+def mix(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    packed: ExpertWeights,
+    *,
+    plus: torch.Tensor,
+    norm: Norm | None = None,
+) -> torch.Tensor:
+    """plus + the sum of what each token's experts make of it, times their weights: a new [T, d] of plus's dtype.
 
-    x [T, d] of `packed.dtype`; ids int32 [T, k] below `packed.experts`; weights float32 [T, k]. Where the id is -1 the
-    result is undefined: `combine` passes it over. A token's bits on CPU do not depend on the others.
+    x [T, d], normalised first if there is a norm; ids int32 [T, k]; weights float32 [T, k]; plus [T, d]. All experts of
+    `packed` are on this device. Sums are float32, in a fixed order; on CPU a row's bits do not depend on the others.
     """
-    tokens, chosen = ids.shape
-    check_shape("x", x, (tokens, packed.hidden))
-    check_shape("weights", weights, (tokens, chosen))
+    if fuses_norm(x):
+        from lockstep_kernels.moe import skinny
+
+        _check(x, ids, weights, packed)
+        check_shape("plus", plus, tuple(x.shape))
+        return skinny.mix(x, ids, weights, packed, plus, norm)
+    if norm is not None:
+        x = rms_norm(x, *norm)
+    return combine(experts(x, ids, weights, packed), ids, plus=plus)
+
+
+def experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: ExpertWeights) -> torch.Tensor:
+    """[T, k, d] of x's dtype: what each chosen expert makes of its token, times the weight. The first half of `mix`.
+
+    Where the id is -1 the result is undefined: `combine` passes it over.
+    """
+    _check(x, ids, weights, packed)
     if x.is_cuda:
-        if x.dtype != packed.dtype:
-            raise ValueError(f"x is {x.dtype}, these experts take {packed.dtype}")
         from lockstep_kernels.moe import grouped
 
         return grouped.experts(x, ids, weights, packed)
@@ -99,3 +143,11 @@ def combine(pairs: torch.Tensor, ids: torch.Tensor, *, plus: torch.Tensor) -> to
 
         return kernel.combine(pairs, ids, plus)
     return cpu.combine(pairs, plus)
+
+
+def _check(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: ExpertWeights) -> None:
+    tokens, chosen = ids.shape
+    check_shape("x", x, (tokens, packed.hidden))
+    check_shape("weights", weights, (tokens, chosen))
+    if x.is_cuda and x.dtype != packed.dtype:
+        raise ValueError(f"x is {x.dtype}, these experts take {packed.dtype}")

@@ -9,11 +9,13 @@ import torch
 import triton
 import triton.language as tl
 
+from lockstep_kernels import dependent
+from lockstep_kernels.dependent import release, wait
 from lockstep_kernels.moe.plan import Plan, plan_blocks
 from lockstep_kernels.moe.weights import Routing
 
 LOWEST = tl.constexpr(-(2**31))
-CHUNK = 4096  # pairs that a program of `_plan` looks at together
+FEW_PAIRS, MANY_PAIRS = 1024, 4096  # that a program of `_plan` looks at together
 
 
 @triton.jit
@@ -113,12 +115,15 @@ def _route(
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr, CORRECTED: tl.constexpr, MASKED: tl.constexpr,
     GROUP_PAD: tl.constexpr, SIZE_PAD: tl.constexpr, CHOSEN_PAD: tl.constexpr, ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    release(PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     in_batch = rows < tokens
     place = tl.arange(0, GROUP_PAD * SIZE_PAD)
     there = _is_expert(place, GROUPS, EXPERTS // GROUPS, SIZE_PAD)
     at = rows[:, None] * EXPERTS + _expert_at(place, EXPERTS // GROUPS, SIZE_PAD)[None, :]
+    wait(PDL)
     logits = tl.load(logits_ptr + at, mask=in_batch[:, None] & there[None, :], other=float("-inf"))
     _choose(
         logits, rows, in_batch, correction_ptr, live_ptr, ids_ptr, weights_ptr, scale,
@@ -131,10 +136,13 @@ def _route(
 def _plan(
     ids_ptr, order_ptr, ends_ptr, blocks_ptr, pairs, blocks,
     EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr, LIST: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program an expert: where its pairs and blocks begin follows from everyone's counts, which each program takes itself."""
+    release(PDL)
     expert = tl.program_id(0)
     at = tl.arange(0, CHUNK)
+    wait(PDL)
     counts = tl.zeros((EXPERTS_PAD,), tl.int32)
     for start in range(0, pairs, CHUNK):
         ids = tl.load(ids_ptr + start + at, mask=start + at < pairs, other=-1)
@@ -167,22 +175,26 @@ def _plan(
 
 @triton.jit
 def _combine(
-    pairs_ptr, ids_ptr, plus_ptr, out_ptr, HIDDEN: tl.constexpr, CHOSEN: tl.constexpr, BLOCK: tl.constexpr
+    pairs_ptr, ids_ptr, plus_ptr, out_ptr,
+    HIDDEN: tl.constexpr, CHOSEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """out[t] = plus[t] + the results of the token's pairs, in their order; those without an expert were never written."""
+    release(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < HIDDEN
+    wait(PDL)
     total = tl.load(plus_ptr + token * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
     for j in tl.static_range(CHOSEN):
         pair = token * CHOSEN + j
-        there = tl.load(ids_ptr + pair) >= 0
-        total += tl.load(pairs_ptr + pair * HIDDEN + column, mask=inside & there, other=0.0).to(tl.float32)
+        result = tl.load(pairs_ptr + pair * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
+        total += tl.where(tl.load(ids_ptr + pair) >= 0, result, 0.0)
     tl.store(out_ptr + token * HIDDEN + column, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def routing_constants(
     routing: Routing, correction: torch.Tensor | None, live: torch.Tensor | None, shared: int
-) -> dict:
+) -> dict[str, int | bool]:
     """The compile-time arguments of a choice."""
     return {
         "EXPERTS": routing.experts,
@@ -207,44 +219,50 @@ def route(
     correction: torch.Tensor | None,
     live: torch.Tensor | None,
     shared: int,
+    *,
+    pdl: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the public function. A warp has four tokens, so that no step of the choice waits for another warp."""
     tokens = logits.shape[0]
     shape = (tokens, routing.top_k + shared)
     ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
     weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    pdl = dependent.supported(logits.device) if pdl is None else pdl
     if tokens:
-        constants = routing_constants(routing, correction, live, shared)
         _route[(triton.cdiv(tokens, 4),)](
-            logits, correction, live, ids, weights, tokens, routing.scale, **constants, ROWS=4, num_warps=1
-        )
+            logits, correction, live, ids, weights, tokens, routing.scale, ROWS=4, PDL=pdl, num_warps=1, launch_pdl=pdl,
+            **routing_constants(routing, correction, live, shared),
+        )  # fmt: skip
     return ids, weights
 
 
-def plan(ids: torch.Tensor, experts: int, block_m: int) -> Plan:
-    """See the public function."""
+def plan(ids: torch.Tensor, experts: int, block_m: int, *, pdl: bool | None = None) -> Plan:
+    """The pairs of ids int32 [T, k] by expert, in blocks of at most block_m."""
     pairs = ids.numel()
     blocks = plan_blocks(pairs, experts, block_m)
+    pdl = dependent.supported(ids.device) if pdl is None else pdl
     sizes = (
         -(-pairs // 4) * 4,
         -(-experts // 4) * 4,
         3 * blocks,
     )  # each part begins at 16 bytes, for any number of pairs
     order, ends, table = torch.empty(sum(sizes), dtype=torch.int32, device=ids.device).split(sizes)
+    few = pairs <= FEW_PAIRS
     _plan[(experts,)](
         ids, order, ends, table, pairs, blocks, EXPERTS=experts, EXPERTS_PAD=triton.next_power_of_2(experts),
-        BLOCK_M=block_m, CHUNK=min(CHUNK, max(triton.next_power_of_2(pairs), 128)), LIST=128, num_warps=4 if pairs <= 1024 else 8,
+        BLOCK_M=block_m, CHUNK=FEW_PAIRS if few else MANY_PAIRS, LIST=128, PDL=pdl, num_warps=4 if few else 8, launch_pdl=pdl,
     )  # fmt: skip
     return Plan(order[:pairs], ends[:experts], table.view(3, blocks), block_m)
 
 
-def combine(pairs: torch.Tensor, ids: torch.Tensor, plus: torch.Tensor) -> torch.Tensor:
+def combine(pairs: torch.Tensor, ids: torch.Tensor, plus: torch.Tensor, *, pdl: bool | None = None) -> torch.Tensor:
     """See the public function."""
     tokens, chosen, hidden = pairs.shape
+    pdl = dependent.supported(plus.device) if pdl is None else pdl
     out = torch.empty_like(plus)
     if tokens:
         block = min(triton.next_power_of_2(hidden), 1024)
         _combine[(tokens, triton.cdiv(hidden, block))](
-            pairs, ids, plus, out, HIDDEN=hidden, CHOSEN=chosen, BLOCK=block, num_warps=4
+            pairs, ids, plus, out, HIDDEN=hidden, CHOSEN=chosen, BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl
         )
     return out

@@ -14,7 +14,9 @@ __all__ = ["Tiling", "block_rows", "experts", "tilings"]
 LARGEST_BLOCK = 128
 
 
-def experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: ExpertWeights) -> torch.Tensor:
+def experts(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: ExpertWeights, *, pdl: bool | None = None
+) -> torch.Tensor:
     """See `lockstep_kernels.moe.experts`."""
     tokens, chosen = ids.shape
     if tokens == 0:
@@ -22,9 +24,9 @@ def experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: E
     assert packed.gate_up is not None and packed.down is not None
     rows = block_rows(tokens * chosen, packed.experts)
     first, second = tilings(rows)
-    plan = order.plan(ids, packed.experts, rows)
-    gated = kernel.gate_up(x, packed.gate_up, plan, chosen, first)
-    pairs = kernel.down(gated, packed.down, plan, weights, second)
+    plan = order.plan(ids, packed.experts, rows, pdl=pdl)
+    gated = kernel.gate_up(x, packed.gate_up, plan, chosen, first, pdl=pdl)
+    pairs = kernel.down(gated, packed.down, plan, weights, second, pdl=pdl)
     return pairs.view(tokens, chosen, packed.hidden)
 
 

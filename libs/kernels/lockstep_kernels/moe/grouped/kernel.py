@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from lockstep_kernels import dependent
+from lockstep_kernels.dependent import release, wait
 from lockstep_kernels.moe.plan import Plan
 
 
@@ -38,10 +40,12 @@ def _product(x, w, acc, SWAP: tl.constexpr, PRECISION: tl.constexpr):
 def _gate_up(
     x_ptr, weights, order_ptr, blocks_ptr, out_ptr, blocks,
     CHOSEN: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[place] = silu(x @ gate.T) * (x @ up.T) of the pair at each place of the order."""
+    release(PDL)
     block = tl.program_id(1)
+    wait(PDL)
     expert = tl.load(blocks_ptr + block)
     if expert < 0:
         return
@@ -70,10 +74,12 @@ def _gate_up(
 def _down(
     x_ptr, weights, order_ptr, blocks_ptr, factors_ptr, out_ptr, blocks,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SWAP: tl.constexpr, PRECISION: tl.constexpr,
+    SWAP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[pair] = x[place] @ down.T * factor[pair] of the pair at each place of the order."""
+    release(PDL)
     block = tl.program_id(1)
+    wait(PDL)
     expert = tl.load(blocks_ptr + block)
     if expert < 0:
         return
@@ -95,7 +101,9 @@ def _down(
     tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=there[:, None] & (n < HIDDEN)[None, :])
 
 
-def gate_up(x: torch.Tensor, weights: torch.Tensor, plan: Plan, chosen: int, tiling: Tiling) -> torch.Tensor:
+def gate_up(
+    x: torch.Tensor, weights: torch.Tensor, plan: Plan, chosen: int, tiling: Tiling, *, pdl: bool | None = None
+) -> torch.Tensor:
     """[P, i]: silu(x @ gate.T) * (x @ up.T) of each pair, in the plan's order. x [T, d]; weights [E, 2i, d]."""
     _experts, rows, hidden = weights.shape
     width = rows // 2
@@ -103,19 +111,27 @@ def gate_up(x: torch.Tensor, weights: torch.Tensor, plan: Plan, chosen: int, til
     blocks = plan.blocks.shape[1]
     _gate_up[(triton.cdiv(width, tiling.block_n), blocks)](
         x, _tiles(weights, tiling), plan.order, plan.blocks, out, blocks,
-        CHOSEN=chosen, HIDDEN=hidden, WIDTH=width, **_constants(x, plan, tiling),
+        CHOSEN=chosen, HIDDEN=hidden, WIDTH=width, **_constants(x, plan, tiling, pdl),
     )  # fmt: skip
     return out
 
 
-def down(x: torch.Tensor, weights: torch.Tensor, plan: Plan, factors: torch.Tensor, tiling: Tiling) -> torch.Tensor:
+def down(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    plan: Plan,
+    factors: torch.Tensor,
+    tiling: Tiling,
+    *,
+    pdl: bool | None = None,
+) -> torch.Tensor:
     """[P, d]: x @ down.T * factor of each pair, at its number. x [P, i] in the plan's order; weights [E, d, i]; factors f32 [P]."""
     _experts, hidden, width = weights.shape
     out = torch.empty(plan.order.shape[0], hidden, dtype=x.dtype, device=x.device)
     blocks = plan.blocks.shape[1]
     _down[(triton.cdiv(hidden, tiling.block_n), blocks)](
         x, _tiles(weights, tiling), plan.order, plan.blocks, factors, out, blocks,
-        HIDDEN=hidden, WIDTH=width, **_constants(x, plan, tiling),
+        HIDDEN=hidden, WIDTH=width, **_constants(x, plan, tiling, pdl),
     )  # fmt: skip
     return out
 
@@ -125,13 +141,16 @@ def _tiles(weights: torch.Tensor, tiling: Tiling) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(rows, [tiling.block_n, tiling.block_k])
 
 
-def _constants(x: torch.Tensor, plan: Plan, tiling: Tiling) -> dict:
+def _constants(x: torch.Tensor, plan: Plan, tiling: Tiling, pdl: bool | None) -> dict[str, int | bool | str]:
+    pdl = dependent.supported(x.device) if pdl is None else pdl
     return {
         "BLOCK_M": plan.block_m,
         "BLOCK_N": tiling.block_n,
         "BLOCK_K": tiling.block_k,
         "SWAP": plan.block_m < 64,
         "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+        "PDL": pdl,
         "num_stages": tiling.stages,
         "num_warps": tiling.warps,
+        "launch_pdl": pdl,
     }

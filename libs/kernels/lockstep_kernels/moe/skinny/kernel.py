@@ -1,0 +1,198 @@
+"""The experts of one or two tokens in Triton: every pair by itself, as hardly any two of them share an expert.
+
+No plan is needed, sums run over whole rows of weights in the vector units, and each product takes along what stands beside it:
+gate and up the norm before them, down the weighted sum over a token's experts and the residual. The next tile of weights is
+asked for before this one is used.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from lockstep_kernels import dependent
+from lockstep_kernels.dependent import release, wait
+from lockstep_kernels.rms_norm import Norm
+
+
+@triton.jit
+def _tile(at, column, k, inside_n, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """[BLOCK_N, BLOCK_K] of a weight, from `column` on."""
+    if K % BLOCK_K == 0:
+        w = tl.load(at + column, mask=inside_n[:, None], other=0.0, eviction_policy="evict_first")
+    else:
+        inside = inside_n[:, None] & (column + k < K)[None, :]
+        w = tl.load(at + column, mask=inside, other=0.0, eviction_policy="evict_first")
+    return w
+
+
+@triton.jit
+def _gate_up(
+    x_ptr,
+    gain_ptr,
+    w_ptr,
+    ids_ptr,
+    out_ptr,
+    eps,
+    CHOSEN: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    NORM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out[pair, n] = silu(gate) * up of the pair's token by the pair's expert."""
+    release(PDL)
+    pair = tl.program_id(1)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside_n = n < WIDTH
+    k = tl.arange(0, BLOCK_K)
+    wait(PDL)
+    expert = tl.load(ids_ptr + pair)
+    if expert < 0:
+        return
+    gate_at = w_ptr + (expert.to(tl.int64) * (2 * WIDTH) + n)[:, None] * HIDDEN + k[None, :]
+    up_at = gate_at + WIDTH * HIDDEN
+    gate = _tile(gate_at, 0, k, inside_n, HIDDEN, BLOCK_K)
+    up = _tile(up_at, 0, k, inside_n, HIDDEN, BLOCK_K)
+    gate_sum = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    up_sum = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    squares = tl.zeros((BLOCK_K,), tl.float32)
+    x_at = x_ptr + pair // CHOSEN * HIDDEN
+    for column in range(0, HIDDEN, BLOCK_K):
+        next_gate, next_up = gate, up
+        if column + BLOCK_K < HIDDEN:
+            next_gate = _tile(gate_at, column + BLOCK_K, k, inside_n, HIDDEN, BLOCK_K)
+            next_up = _tile(up_at, column + BLOCK_K, k, inside_n, HIDDEN, BLOCK_K)
+        inside = column + k < HIDDEN
+        x = tl.load(x_at + column + k, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        if NORM:
+            squares += x * x
+            x *= tl.load(gain_ptr + column + k, mask=inside, other=0.0, eviction_policy="evict_last")
+        gate_sum += gate.to(tl.float32) * x[None, :]
+        up_sum += up.to(tl.float32) * x[None, :]
+        gate, up = next_gate, next_up
+    scale = tl.rsqrt(tl.sum(squares) / HIDDEN + eps) if NORM else 1.0
+    g = tl.sum(gate_sum, 1) * scale
+    y = g / (1 + tl.exp(-g)) * (tl.sum(up_sum, 1) * scale)
+    tl.store(out_ptr + pair * WIDTH + n, y.to(out_ptr.dtype.element_ty), mask=inside_n)
+
+
+@triton.jit
+def _experts_tile(at, column, k, mask, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """[CHOSEN_PAD, BLOCK_N, BLOCK_K] of the weights of a token's experts, from `column` on."""
+    inside = mask if K % BLOCK_K == 0 else mask & (column + k < K)[None, None, :]
+    return tl.load(at + column, mask=inside, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _down(
+    x_ptr,
+    w_ptr,
+    ids_ptr,
+    factors_ptr,
+    plus_ptr,
+    out_ptr,
+    CHOSEN: tl.constexpr,
+    CHOSEN_PAD: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out[t, n] = plus[t, n] + the sum over the token's experts j of factor[t, j] * (x[t, j] @ down.T)[n]."""
+    release(PDL)
+    token = tl.program_id(1)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    j = tl.arange(0, CHOSEN_PAD)
+    k = tl.arange(0, BLOCK_K)
+    pair = token * CHOSEN + j
+    wait(PDL)
+    expert = tl.load(ids_ptr + pair, mask=j < CHOSEN, other=-1)
+    there = expert >= 0
+    w_at = w_ptr + (expert.to(tl.int64)[:, None] * HIDDEN + n[None, :])[:, :, None] * WIDTH + k[None, None, :]
+    mask = there[:, None, None] & (n < HIDDEN)[None, :, None]
+    w = _experts_tile(w_at, 0, k, mask, WIDTH, BLOCK_K)
+    total = tl.zeros((CHOSEN_PAD, BLOCK_N, BLOCK_K), tl.float32)
+    for column in range(0, WIDTH, BLOCK_K):
+        next_w = w
+        if column + BLOCK_K < WIDTH:
+            next_w = _experts_tile(w_at, column + BLOCK_K, k, mask, WIDTH, BLOCK_K)
+        inside = there[:, None] & (column + k < WIDTH)[None, :]
+        x = tl.load(x_ptr + pair[:, None] * WIDTH + column + k[None, :], mask=inside, other=0.0).to(tl.float32)
+        total += w.to(tl.float32) * x[:, None, :]
+        w = next_w
+    factors = tl.load(factors_ptr + pair, mask=there, other=0.0)
+    y = tl.sum(tl.sum(total, 2) * factors[:, None], 0)
+    at = token * HIDDEN + n
+    y += tl.load(plus_ptr + at, mask=n < HIDDEN, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=n < HIDDEN)
+
+
+def gate_up(
+    x: torch.Tensor, norm: Norm | None, weights: torch.Tensor, ids: torch.Tensor, *, pdl: bool | None = None
+) -> torch.Tensor:
+    """[P, i]: silu(x @ gate.T) * (x @ up.T) of each pair. x [T, d], to be normalised if there is a norm; weights [E, 2i, d]."""
+    _, rows, hidden = weights.shape
+    width, pairs = rows // 2, ids.numel()
+    pdl = dependent.supported(x.device) if pdl is None else pdl
+    out = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
+    block_n, block_k = 8, min(triton.next_power_of_2(hidden), 512)
+    _gate_up[(triton.cdiv(width, block_n), pairs)](
+        x,
+        x if norm is None else norm.gain,
+        weights,
+        ids,
+        out,
+        0.0 if norm is None else norm.eps,
+        CHOSEN=ids.shape[1],
+        HIDDEN=hidden,
+        WIDTH=width,
+        NORM=norm is not None,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
+    return out
+
+
+def down(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    factors: torch.Tensor,
+    plus: torch.Tensor,
+    *,
+    pdl: bool | None = None,
+) -> torch.Tensor:
+    """[T, d]: plus + the weighted sum of x @ down.T over a token's pairs. x [P, i]; weights [E, d, i]; ids and factors [T, k]."""
+    tokens, chosen = ids.shape
+    _, hidden, width = weights.shape
+    pdl = dependent.supported(x.device) if pdl is None else pdl
+    out = torch.empty_like(plus)
+    padded = triton.next_power_of_2(chosen)
+    block_k = min(triton.next_power_of_2(width), 256)
+    block_n = max(1, 8192 // (padded * block_k))
+    _down[(triton.cdiv(hidden, block_n), tokens)](
+        x,
+        weights,
+        ids,
+        factors,
+        plus,
+        out,
+        CHOSEN=chosen,
+        CHOSEN_PAD=padded,
+        HIDDEN=hidden,
+        WIDTH=width,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
+    return out

@@ -1,0 +1,51 @@
+"""The mixture-of-experts kernels, at the shapes of real models and of every size of batch that they are cut for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from lockstep_kernels.moe import grouped, kernel, skinny
+from lockstep_kernels.moe.weights import ExpertWeights, Routing
+from lockstep_kernels.rms_norm import Norm
+from tests.kernels import launches
+
+MODELS = {  # routing, shared experts, hidden, width
+    "qwen3-30b-a3b": (Routing(128, 8, "softmax", True), 0, 2048, 768),
+    "deepseek-v2-lite": (Routing(64, 6, "softmax", False), 2, 2048, 1408),
+    "deepseek-v3": (Routing(256, 8, "sigmoid", True, 2.5, 8, 4, "top2"), 1, 7168, 2048),
+    "glm-4.5-air": (Routing(128, 8, "sigmoid", True), 1, 4096, 1408),
+    "mixtral-8x7b": (Routing(8, 2, "softmax", True), 0, 4096, 14336),
+}
+TOKENS = (1, 2, 3, 8, 64, 128, 256, 512, 1024, 8192)
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def variants() -> Iterator[tuple[str, Callable[[], Any]]]:
+    for model, (routing, shared, hidden, width) in MODELS.items():
+        chosen, count = routing.top_k + shared, routing.experts + shared
+        gate_up, down = empty(count, 2 * width, hidden), empty(count, hidden, width)
+        packed = ExpertWeights(count, hidden, width, torch.bfloat16, gate_up, down, ())
+        correction = empty(routing.experts, dtype=torch.float32) if routing.scoring == "sigmoid" else None
+        for tokens in TOKENS:
+            name = f"{model} T={tokens}"
+            x, logits = empty(tokens, hidden), empty(tokens, routing.experts, dtype=torch.float32)
+            ids, weights = empty(tokens, chosen, dtype=torch.int32), empty(tokens, chosen, dtype=torch.float32)
+            if tokens <= skinny.MOST_TOKENS:
+                norm = Norm(empty(hidden, dtype=torch.float32), 1e-6)
+                mix = partial(skinny.mix, x, ids, weights, packed, x, norm, pdl=True)
+                yield from launches.variants(f"{name} mix", mix, 2)
+            else:
+                products = partial(grouped.experts, x, ids, weights, packed, pdl=True)
+                yield from launches.variants(f"{name} experts", products, 3)
+        live = empty(tokens, dtype=torch.bool)
+        route = partial(kernel.route, logits, routing, correction, live, shared, pdl=True)
+        yield from launches.variants(f"{model} route", route, 1)
+        combine = partial(kernel.combine, empty(tokens, chosen, hidden), ids, x, pdl=True)
+        yield from launches.variants(f"{model} combine", combine, 1)

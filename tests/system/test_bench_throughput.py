@@ -2,16 +2,19 @@
 
 import gzip
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lockstep_bench import serve
+from lockstep_bench import serve, shapes
 from lockstep_bench.client import SchedulerSession
+from lockstep_bench.processes import HOST, free_port, http_get
 from lockstep_bench.throughput import Bench, timed
 from lockstep_bench.workloads import Workload, prompts
 from lockstep_cli.client import record_profile
@@ -27,9 +30,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
+BLOCKED = ("fastapi", "starlette", "uvicorn", "redis", "hiredis", "pydantic", "httptools", "orjson", "openai", "xgrammar", "gguf", "tokenizers")  # fmt: skip
+BLOCKER = f"""
+import importlib.abc, sys
+class Blocker(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] in {BLOCKED!r}:
+            raise ModuleNotFoundError(f"{{name}} is not on this machine", name=name)
+sys.meta_path.insert(0, Blocker())
+"""
+
+
 def throughput(*flags: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lockstep_bench", "throughput", *map(str, flags)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    """The command, and what it starts, on a machine that has no package but those of the GPU image."""
+    with tempfile.TemporaryDirectory() as blocker:
+        Path(blocker, "sitecustomize.py").write_text(BLOCKER)
+        command = [sys.executable, "-m", "lockstep_bench", "throughput", *map(str, flags)]
+        env = os.environ | {"PYTHONPATH": blocker}
+        return subprocess.run(command, capture_output=True, text=True, timeout=200, env=env)
 
 
 def dummy(model: Path) -> list[str | Path]:
@@ -61,6 +79,23 @@ def test_engines_are_started_timed_and_kept(model: Path, tmp_path: Path) -> None
         assert any(str(e.get("name")).startswith("aten::") for e in events)
 
 
+def test_experts_of_a_decode_step_are_counted(tmp_path: Path) -> None:
+    model = tmp_path / "moe"
+    model.mkdir()
+    small = {
+        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "intermediate_size": 128, "moe_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 4,
+        "vocab_size": 512, "max_position_embeddings": 512,
+    }  # fmt: skip
+    (model / "config.json").write_text(json.dumps(shapes.config("qwen3-30b-a3b") | small))
+    out = tmp_path / "out.json"
+    done = throughput(*dummy(model), "--work", "lone=1x8x8", "--work", "many=8x8x12", "--work", "read=2x8x1", "--experts", "--json", out)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lone, many, read = json.loads(out.read_text())["rows"][1:]
+    assert (lone["distinct_experts"], lone["routed_experts"]) == (4.0, 16)
+    assert 4 < many["distinct_experts"] <= 16 and "distinct_experts" not in read
+
+
 def test_what_fails_does_not_stop_the_others_and_the_limit_loses_nothing(model: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
@@ -89,6 +124,14 @@ def test_what_fails_does_not_stop_the_others_and_the_limit_loses_nothing(model: 
 def test_wrong_questions_are_answered_before_anything_starts(flags: list[str], complaint: str) -> None:
     done = throughput(*flags)
     assert done.returncode == 1 and complaint in done.stderr and "Traceback" not in done.stderr
+
+
+async def test_requests_submitted_together_are_admitted_in_one_plan(model: Path) -> None:
+    port = free_port()
+    async with stack(model, worker_module=SCRIPTED, worker=SMALL, scheduler={"metrics_port": port}, with_router=False) as s, s.session() as session:  # fmt: skip
+        await Bench(session).seconds(Workload("w", 8, 16, 1))
+        status, page = await http_get(HOST, port, "/metrics")
+        assert status == 200 and 'lockstep_plans_total{kind="prefill"} 1.0' in page
 
 
 async def test_a_running_scheduler_is_measured_and_wrong_lengths_are_errors(model: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from lockstep_bench.worker_alone import step_inputs
 from lockstep_common.steps import Kind
+from lockstep_worker.inputs import StepInputs
 from lockstep_worker.kv import KvCache
 from lockstep_worker.models import Model
 
@@ -31,30 +33,39 @@ class Sequences:
         *,
         block_size: int = 16,
         seed: int = 0,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.model = model
+        self.device = device
         self.tokens = [list(t) for t in tokens]
         self.prompts = list(prompts) or [len(t) for t in tokens]
         widths = [-(-model.max_model_len // block_size)] * len(tokens)
         self._free = list(range(1, 2 * sum(widths) + 1))
         random.Random(seed).shuffle(self._free)
-        self._tables = [[self._free.pop() for _ in range(width)] for width in widths]
-        self.kv = KvCache(model.kv_specs(), num_blocks=2 * sum(widths) + 1, block_size=block_size)
+        self.tables = [[self._free.pop() for _ in range(width)] for width in widths]
+        self.kv = KvCache(model.kv_specs(), num_blocks=2 * sum(widths) + 1, block_size=block_size, device=device)
         for layer in range(model.kv_specs()[0].layers):
             self.kv.layer(0, layer).fill_(torch.nan)
 
     def run(self, kind: Kind, chunks: Sequence[Chunk], *, wanted: str = LAST) -> torch.Tensor:
         """One pass; logits of the wanted positions, in the order of the chunks."""
+        return self.step(self.inputs(kind, chunks, wanted=wanted))
+
+    def step(self, inputs: StepInputs) -> torch.Tensor:
+        return self.model.logits(self.model.forward(inputs, self.kv))
+
+    def inputs(self, kind: Kind, chunks: Sequence[Chunk], *, wanted: str = LAST) -> StepInputs:
+        """What `run` steps with."""
         inputs = step_inputs(
             kind,
             [(self.tokens[i][start:end], start) for i, start, end in chunks],
-            [self._tables[i] for i, _, _ in chunks],
+            [self.tables[i] for i, _, _ in chunks],
             self.kv.block_size,
         )
         if wanted != LAST:
             count = len(inputs.token_ids) if wanted == EVERY else 0
             inputs = dataclasses.replace(inputs, logits_index=torch.arange(count))
-        return self.model.logits(self.model.forward(inputs, self.kv))
+        return dataclasses.replace(inputs, **{name: _moved(value, self.device) for name, value in _fields(inputs)})
 
     def fill(self, chunks: Sequence[Chunk], *, wanted: str = LAST) -> torch.Tensor:
         """A step of a prefill plan: generated tokens are a pass of their own where their bits are not a prompt's."""
@@ -76,6 +87,19 @@ class Sequences:
 
     def move(self, i: int) -> None:
         """Gives sequence `i` other blocks: what was computed of it is lost, as in a preemption."""
-        table = self._tables[i]
-        self._tables[i] = [self._free.pop(0) for _ in table]
+        table = self.tables[i]
+        self.tables[i] = [self._free.pop(0) for _ in table]
         self._free += table
+
+
+def _fields(inputs: StepInputs) -> Iterator[tuple[str, Any]]:
+    for field in dataclasses.fields(inputs):
+        yield field.name, getattr(inputs, field.name)
+
+
+def _moved(value: Any, device: torch.device | str) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, tuple):
+        return tuple(_moved(item, device) for item in value)
+    return value

@@ -17,7 +17,11 @@ from lockstep_kernels.attention import PagedBatch, cuda, reference  # isort: ski
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 SPLIT = cuda.Split(programs=5, keys=16, least=1, stages=2)
-TILINGS = (cuda.Tiling(16, 16, 4, 2, described=False), cuda.Tiling(32, 16, 4, 2, described=True))
+TILINGS = (
+    cuda.Tiling(16, 16, 4, 2, described=False),
+    cuda.Tiling(32, 16, 4, 2, described=True, parts=2),
+    cuda.Tiling(32, 16, 4, 2, described=False, parts=2),
+)
 LONG = 20 if ON_GPU else 1  # sequences are this much longer where they cost nothing
 
 
@@ -38,6 +42,7 @@ class Operands:
     cache: torch.Tensor
     table: torch.Tensor
     block_size: int
+    kv_scale: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def batch(self, **device: Any) -> PagedBatch:
         known = not device or device.pop("known", False)
@@ -50,7 +55,7 @@ class Operands:
 
     def expected(self) -> torch.Tensor:
         out = torch.empty(len(self.q), self.heads.kv_heads * self.heads.group * self.heads.width, device=DEVICE)
-        reference.attention(self.q, self.cache, self.batch(), self.heads.width**-0.5, out)
+        reference.attention(self.q, self.cache, self.batch(), self.heads.width**-0.5, out, self.kv_scale)
         return out
 
     def run(self, batch: PagedBatch, *, deterministic: bool = False, **shapes: Any) -> torch.Tensor:
@@ -61,7 +66,7 @@ class Operands:
             group=h.group,
             kv_heads=h.kv_heads,
             head_dim=h.width,
-            dtype=self.q.dtype,
+            dtype=self.cache.dtype,
             device=DEVICE,
             deterministic=deterministic,
             new_kv=False,
@@ -69,7 +74,7 @@ class Operands:
         )
         out = poisoned(len(self.q) + 1, h.kv_heads * h.group * h.width, dtype=self.q.dtype)
         for _ in range(2):  # layers share a plan
-            cuda.attention(self.q, self.cache, plan, h.width**-0.5, out, None)
+            cuda.attention(self.q, self.cache, plan, h.width**-0.5, out, None, self.kv_scale)
         assert out[-1].isnan().all(), "wrote past the last token"
         return out[:-1]
 
@@ -94,6 +99,15 @@ def make(
     tokens = sum(end - start for start, end in spans)
     room = randn(tokens, heads.kv_heads * (heads.group + 2), heads.width, dtype=dtype, seed=seed) * 2
     return Operands(heads, spans, room[:, : heads.kv_heads * heads.group], cache, table, block_size)
+
+
+def in_8_bits(operands: Operands) -> Operands:
+    """The same with a cache of float8_e4m3fn, a scale a head; what was NaN is NaN."""
+    h = operands.heads.kv_heads
+    scales = (randn(h, seed=7).abs() + 0.2) / 100, (randn(h, seed=8).abs() + 0.2) / 100
+    by_plane = torch.stack(scales)[None, :, :, None, None]
+    cache = (operands.cache.float() / by_plane).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return replace(operands, cache=cache, kv_scale=scales)
 
 
 HEADS = st.sampled_from(
@@ -147,6 +161,16 @@ def test_prefill(
         tiling = replace(tiling, described=False)
     operands = make(heads, chunks, block_size, dtype)
     operands.check(operands.run(operands.batch(), tiling=tiling))
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+@pytest.mark.parametrize("heads", [Heads(2, 4, 16), Heads(3, 1, 32)])
+def test_a_cache_of_8_bits(heads: Heads, dtype: torch.dtype) -> None:
+    decode = in_8_bits(make(heads, ((39, 40), (6, 7)), 16, dtype))
+    decode.check(decode.run(decode.decode_batch(), split=SPLIT))
+    prefill = in_8_bits(make(heads, ((0, 9), (20, 41)), 32, dtype))
+    for tiling in TILINGS:
+        prefill.check(prefill.run(prefill.batch(), tiling=tiling))
 
 
 def test_a_sequence_that_is_none_becomes_zeros_and_spoils_no_other() -> None:

@@ -37,6 +37,9 @@ def variants() -> Iterator[tuple[str, Callable[[], Any]]]:
                 if name == FIRST:
                     fixed = partial(run, decode=True, deterministic=True)
                     yield from launches.variants(f"decode {what} deterministic", fixed, 2)
+        small = partial(_run, *heads, 64, torch.float8_e4m3fn)
+        yield from launches.variants(f"prefill {name} float8", partial(small, decode=False), 1)
+        yield from launches.variants(f"decode {name} float8", partial(small, decode=True), 2)
 
 
 def _run(
@@ -44,7 +47,7 @@ def _run(
     kv_heads: int,
     width: int,
     block_size: int,
-    dtype: torch.dtype,
+    dtype: torch.dtype,  # of the cache
     *,
     decode: bool,
     deterministic: bool = False,
@@ -54,7 +57,9 @@ def _run(
     if decode:
         batch = PagedBatch((), (), table, block_size, lens=torch.full((2,), 100), max_seq_len=256)
     cache = torch.empty(2, 2, kv_heads, block_size, width, dtype=dtype)
-    qkv = torch.empty(134, heads + 2 * kv_heads, width, dtype=dtype)
+    small = dtype.itemsize == 1
+    qkv = torch.empty(134, heads + 2 * kv_heads, width, dtype=torch.bfloat16 if small else dtype)
+    scales = torch.ones(2, kv_heads).unbind() if small else None
     with mock.patch.object(torch.cuda, "get_device_properties", lambda device: H200):
         plan = cuda.prepare(
             batch,
@@ -66,4 +71,4 @@ def _run(
             deterministic=deterministic,
             new_kv=False,
         )
-    cuda.attention(qkv[:, :heads], cache, plan, width**-0.5, None, None)
+    cuda.attention(qkv[:, :heads], cache, plan, width**-0.5, None, None, scales)

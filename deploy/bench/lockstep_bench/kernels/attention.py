@@ -108,17 +108,14 @@ def tuning() -> Iterator[Case]:
             {"least": 8},
         ):
             yield decode_case(LLAMA, lens, split=replace(chosen, **change), what=str(change))
-    for rows, keys, warps, stages, described in (
-        (128, 64, 8, 2, True),
-        (128, 64, 8, 4, True),
-        (64, 64, 4, 3, True),
-        (64, 64, 4, 2, True),
-        (128, 64, 4, 3, True),
-        (128, 64, 8, 3, False),
-        (128, 128, 8, 2, False),
-        (128, 128, 8, 3, False),
+    for tiling in (
+        cuda.Tiling(128, 64, 8, 3, described=True),
+        cuda.Tiling(128, 64, 8, 3, described=True, parts=2),
+        cuda.Tiling(128, 64, 8, 2, described=False, parts=2),
+        cuda.Tiling(128, 64, 8, 3, described=False),
+        cuda.Tiling(128, 128, 8, 2, described=False),
+        cuda.Tiling(64, 64, 4, 2, described=True),
     ):
-        tiling = cuda.Tiling(rows, keys, warps, stages, described)
         yield prefill_case(LLAMA, ((0, 4096),) * 4, new_kv=False, tiling=tiling, what=str(tiling))
         yield prefill_case(LLAMA, ((12288, 4096),), new_kv=False, tiling=tiling, what=str(tiling))
 

@@ -65,14 +65,16 @@ def attention(
     scale: float,
     out: torch.Tensor | None = None,
     new_kv: tuple[torch.Tensor, torch.Tensor] | None = None,
+    kv_scale: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """out[t] = concat over heads of softmax(scale * q[t] . K) V, over the keys of t's sequence up to t itself. Returns out.
 
     q [T, H, d] (tokens may be strided); cache [blocks, 2, h, block_size, d] (contiguous) holds the keys and values of
     all positions of the batch, those of the new tokens included; out [T', H * d] with T' >= T, of which the first T rows
     are written, or None: a new tensor [T, H * d], which can save a copy. new_kv: the new tokens' keys and values, each
-    [T, h, d] (tokens may be strided), exactly if `prepare` was told so.
-    Products, softmax and sums are float32; weights are rounded to the cache's dtype on CUDA. Slots beyond a sequence's length
+    [T, h, d] (tokens may be strided), exactly if `prepare` was told so. kv_scale: float32 [h] for keys and for values: what
+    the cache holds is multiplied by, if that is float8_e4m3fn; on CUDA only.
+    Products, softmax and sums are float32; weights are rounded to q's dtype on CUDA. Slots beyond a sequence's length
     and the null block may hold anything, NaN too. On CPU a token's bits depend neither on the other sequences, nor on how its
     prompt was cut, nor on prefill against decode; on CUDA see `prepare`.
     """
@@ -82,11 +84,15 @@ def attention(
         check_shape("out", out, (out.shape[0], heads * width))
     for x in new_kv or ():
         check_shape("new_kv", x, (tokens, cache.shape[2], width))
+    for x in kv_scale or ():
+        check_shape("kv_scale", x, (cache.shape[2],))
     if q.is_cuda:
         from lockstep_kernels.attention import cuda
 
         assert isinstance(prepared, cuda.DecodePlan | cuda.PrefillPlan)
-        return cuda.attention(q, cache, prepared, scale, out, new_kv)
+        return cuda.attention(q, cache, prepared, scale, out, new_kv, kv_scale)
+    if kv_scale is not None:
+        raise ValueError(f"a cache with scales is not supported on {q.device.type}")
     if out is None:
         out = q.new_empty(tokens, heads * width)
     if isinstance(prepared, PagedBatch):

@@ -79,7 +79,7 @@ class Tiling:
     warps: int
     stages: int
     described: bool  # tiles come through the copy engine, where a block holds whole ones
-    registers: int | None = None  # of a thread, at most
+    parts: int = 1  # tiles that are taken at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,7 @@ class PrefillPlan:
 
 
 Plan = DecodePlan | PrefillPlan
+Scales = tuple[torch.Tensor, torch.Tensor] | None
 
 
 def prepare(
@@ -123,6 +124,7 @@ def attention(
     scale: float,
     out: torch.Tensor | None,
     new_kv: tuple[torch.Tensor, torch.Tensor] | None,
+    kv_scale: Scales = None,
 ) -> torch.Tensor:
     """See the public function."""
     tokens, heads, width = q.shape
@@ -140,30 +142,30 @@ def attention(
     elif out is None:
         out = q.new_empty(tokens, heads * width)
     if isinstance(plan, DecodePlan):
-        _launch_decode(q, cache, plan, scale, out)
+        _launch_decode(q, cache, plan, scale, out, kv_scale)
     elif len(plan.tasks):
-        _launch_prefill(q, cache, plan, scale, out)
+        _launch_prefill(q, cache, plan, scale, out, kv_scale)
     return out
 
 
 @functools.cache
 def choose_split(head_dim: int, dtype: torch.dtype, device: torch.device, deterministic: bool) -> Split:
-    """Tiles of 16 KiB of keys and as much of values, two of them on their way for each of RESIDENT programs."""
-    keys = min(128, max(16, 8192 // _columns(head_dim) * 2 // dtype.itemsize))
+    """Tiles of 16 KiB of 16-bit keys and as much of values, two of them on their way for each of RESIDENT programs."""
+    keys = min(128, max(16, 16384 // (_columns(head_dim) * max(2, dtype.itemsize))))
     least = 256 // keys
     programs = RESIDENT * torch.cuda.get_device_properties(device).multi_processor_count
     return Split(programs, keys, 1, fixed=least) if deterministic else Split(programs, keys, least)
 
 
 def choose_tiling(head_dim: int, dtype: torch.dtype, block_size: int) -> Tiling:
-    """By the registers and the shared memory that a program needs: two at a time on a multiprocessor, so that one computes
-    weights while the other keeps the tensor cores busy."""
+    """By the registers and the shared memory that a program needs. (Fewer registers than it asks for are no bargain: the
+    assembler then waits for each tensor-core instruction before it issues the next.)"""
     if dtype.itemsize > 2:
         return Tiling(32, 32, 4, 2, described=False)
     if head_dim > 128:
         return Tiling(64, 32, 4, 2, described=False)
     if block_size % 64 == 0 and head_dim == _columns(head_dim):
-        return Tiling(128, 64, 8, 2, described=True, registers=128)
+        return Tiling(128, 64, 8, 2, described=True, parts=2)
     return Tiling(128, 64, 8, 3, described=False)
 
 
@@ -217,7 +219,10 @@ def _plan_decode(
     )
 
 
-def _launch_decode(q: torch.Tensor, cache: torch.Tensor, plan: DecodePlan, scale: float, out: torch.Tensor) -> None:
+def _launch_decode(
+    q: torch.Tensor, cache: torch.Tensor, plan: DecodePlan, scale: float, out: torch.Tensor, kv_scale: Scales
+) -> None:
+    k_scale, v_scale = kv_scale or (None, None)
     table = plan.batch.block_table
     kernel.decode_kernel[(plan.starts.shape[0],)](
         q,
@@ -229,6 +234,8 @@ def _launch_decode(q: torch.Tensor, cache: torch.Tensor, plan: DecodePlan, scale
         plan.arrived,
         plan.sums,
         plan.stats,
+        k_scale,
+        v_scale,
         table.shape[0],
         scale * math.log2(math.e),
         q.stride(0),
@@ -277,7 +284,10 @@ def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> t
     return mixed.transpose(1, 2)
 
 
-def _launch_prefill(q: torch.Tensor, cache: torch.Tensor, plan: PrefillPlan, scale: float, out: torch.Tensor) -> None:
+def _launch_prefill(
+    q: torch.Tensor, cache: torch.Tensor, plan: PrefillPlan, scale: float, out: torch.Tensor, kv_scale: Scales
+) -> None:
+    k_scale, v_scale = kv_scale or (None, None)
     table, tiling = plan.batch.block_table, plan.tiling
     kv_heads, block_size, width = cache.shape[2:]
     described = TensorDescriptor.from_tensor(cache.view(-1, width), [tiling.keys, width]) if tiling.described else None
@@ -288,6 +298,8 @@ def _launch_prefill(q: torch.Tensor, cache: torch.Tensor, plan: PrefillPlan, sca
         out,
         table,
         plan.tasks,
+        k_scale,
+        v_scale,
         scale * math.log2(math.e),
         q.stride(0),
         out.stride(0),
@@ -299,12 +311,12 @@ def _launch_prefill(q: torch.Tensor, cache: torch.Tensor, plan: PrefillPlan, sca
         ROWS=tiling.rows,
         COLUMNS=_columns(width),
         TILE=tiling.keys,
+        PARTS=tiling.parts,
         DESCRIBED=tiling.described,
         STAGES=tiling.stages,
         PDL=dependent.supported(q.device),
         launch_pdl=dependent.supported(q.device),
         num_warps=tiling.warps,
-        maxnreg=tiling.registers,
     )
 
 

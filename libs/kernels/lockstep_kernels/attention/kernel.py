@@ -35,7 +35,7 @@ def schedule_kernel(
     count,
     limit,  # lengths beyond it are cut
     programs,
-    least,  # units a program takes at least, as long as there are any
+    least,  # units that are hardly less work than cutting them again
     KV_HEADS: tl.constexpr,
     TILE: tl.constexpr,
     FIXED: tl.constexpr,
@@ -51,7 +51,9 @@ def schedule_kernel(
     _, _, units = _units(length, TILE, FIXED, UNIT, MOST)
     units = tl.where(present, units, 0)
     ends = tl.cumsum(units, 0) * KV_HEADS
-    share = tl.maximum(tl.cdiv(tl.max(ends, 0), programs), least)
+    longest = tl.max(units, 0)
+    parts = tl.cdiv(longest, least)  # so that equal lengths are cut at equal places
+    share = tl.maximum(tl.cdiv(tl.max(ends, 0), programs), tl.cdiv(longest, parts))
     program = tl.program_id(0)
     start = program * share
     sequence = tl.sum((ends <= start).to(tl.int32), 0)
@@ -141,6 +143,8 @@ def decode_kernel(
     arrived,  # [count * KV_HEADS] int32 zeros, and zeros again afterwards
     sums,  # workspace [slots, GROUP, D] float32: sums of weighted values
     stats,  # workspace [slots, 2, GROUP] float32: highest score, sum of weights
+    k_scale,
+    v_scale,  # [KV_HEADS] float32 that a cache of 8 bits is multiplied by, or None
     count,
     scale,
     q_stride,
@@ -183,6 +187,7 @@ def decode_kernel(
         own_table = table + sequence.to(tl.int64) * table_stride
         head_cache = cache + head * (BLOCK_SIZE * D) + columns[None, :]
         last = tl.maximum(length - 1, 0)
+        key_scale = scale if k_scale is None else scale * tl.load(k_scale + head)
         highest = tl.full((ROWS,), LOWEST, tl.float32)
         weight = tl.zeros((ROWS, TILE), tl.float32)  # summed over the keys at the end
         result = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -194,14 +199,17 @@ def decode_kernel(
             key = tl.load(at, mask=wanted, other=0.0)
             value = tl.load(at + KV_HEADS * BLOCK_SIZE * D, mask=wanted, other=0.0)
             blocks = _block_rows(own_table, tile + 1, last, BLOCK_SIZE, TILE)  # early: the next loads wait for it
-            scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
+            scores = tl.dot(queries, tl.trans(key.to(queries.dtype)), input_precision="ieee") * key_scale
             scores = tl.where(seen[None, :], scores, float("-inf"))
             before = highest
             highest = tl.maximum(before, tl.max(scores, 1))
             kept = tl.exp2(before - highest)
             weights = tl.exp2(scores - highest[:, None])
             weight = weight * kept[:, None] + weights
-            result = tl.dot(weights.to(value.dtype), value, result * kept[:, None], input_precision="ieee")
+            value = value.to(queries.dtype)
+            result = tl.dot(weights.to(queries.dtype), value, result * kept[:, None], input_precision="ieee")
+        if v_scale is not None:
+            result *= tl.load(v_scale + head)
         total = tl.sum(weight, 1)
         out_row = out + sequence.to(tl.int64) * out_stride + head * (GROUP * D)
         if taken == units:
@@ -243,16 +251,62 @@ def decode_kernel(
 
 
 @triton.jit
+def _load(
+    blocks,
+    tile,
+    last,
+    cache,
+    descriptor,
+    head,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Keys and values of a tile, each [TILE, COLUMNS]. MASKED: nothing beyond position `last` is used."""
+    columns, positions = tl.arange(0, COLUMNS), tile * TILE + tl.arange(0, TILE)
+    if DESCRIBED:
+        row = ((blocks * (2 * KV_HEADS) + head) * BLOCK_SIZE + tile * TILE % BLOCK_SIZE).to(tl.int32)
+        key = descriptor.load([row, 0])
+        value = descriptor.load([row + KV_HEADS * BLOCK_SIZE, 0])
+        if MASKED:  # a weight of 0 does not hide a NaN in a slot that was never written
+            value = tl.where((positions <= last)[:, None], value, tl.zeros_like(value))
+    else:
+        offsets = _key_offsets(blocks, tile, KV_HEADS, D, BLOCK_SIZE, TILE)
+        at = cache + head * (BLOCK_SIZE * D) + offsets + columns[None, :]
+        if MASKED or COLUMNS != D:
+            wanted = (positions <= last)[:, None] & (columns < D)[None, :]
+            key = tl.load(at, mask=wanted, other=0.0)
+            value = tl.load(at + KV_HEADS * BLOCK_SIZE * D, mask=wanted, other=0.0)
+        else:
+            key = tl.load(at)
+            value = tl.load(at + KV_HEADS * BLOCK_SIZE * D)
+    return key, value
+
+
+@triton.jit
+def _scores(queries, key, tile, visible, TILE: tl.constexpr, MASKED: tl.constexpr):
+    scores = tl.dot(queries, tl.trans(key.to(queries.dtype)), input_precision="ieee")
+    if MASKED:
+        positions = tile * TILE + tl.arange(0, TILE)
+        scores = tl.where(positions[None, :] <= visible[:, None], scores, float("-inf"))
+    return scores
+
+
+@triton.jit
 def _attend(
     queries,  # [ROWS, COLUMNS]
     highest,
     weight,
     result,  # the softmax so far: [ROWS], [ROWS], [ROWS, COLUMNS]
     begin,
-    end,  # tiles
+    end,  # turns of PARTS tiles
     visible,  # [ROWS]: the last position that a row sees
     last,  # no row sees more than position `last`
-    own_table,
+    table,
     cache,
     descriptor,
     head,
@@ -262,40 +316,40 @@ def _attend(
     BLOCK_SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
+    PARTS: tl.constexpr,
     DESCRIBED: tl.constexpr,
     MASKED: tl.constexpr,  # whether a row may see less than all keys of these tiles
     STAGES: tl.constexpr,
 ):
-    columns, keys = tl.arange(0, COLUMNS), tl.arange(0, TILE)
-    blocks = _block_rows(own_table, begin, last, BLOCK_SIZE, TILE)
-    for tile in tl.range(begin, end, num_stages=STAGES):
-        positions = tile * TILE + keys
-        if DESCRIBED:
-            row = ((blocks * (2 * KV_HEADS) + head) * BLOCK_SIZE + tile * TILE % BLOCK_SIZE).to(tl.int32)
-            key = descriptor.load([row, 0])
-            value = descriptor.load([row + KV_HEADS * BLOCK_SIZE, 0])
-            if MASKED:  # a weight of 0 does not hide a NaN in a slot that was never written
-                value = tl.where((positions <= last)[:, None], value, tl.zeros_like(value))
-        else:
-            offsets = _key_offsets(blocks, tile, KV_HEADS, D, BLOCK_SIZE, TILE)
-            at = cache + head * (BLOCK_SIZE * D) + offsets + columns[None, :]
-            if MASKED or COLUMNS != D:
-                wanted = (positions <= last)[:, None] & (columns < D)[None, :]
-                key = tl.load(at, mask=wanted, other=0.0)
-                value = tl.load(at + KV_HEADS * BLOCK_SIZE * D, mask=wanted, other=0.0)
-            else:
-                key = tl.load(at)
-                value = tl.load(at + KV_HEADS * BLOCK_SIZE * D)
-        blocks = _block_rows(own_table, tile + 1, last, BLOCK_SIZE, TILE)
-        scores = tl.dot(queries, tl.trans(key), input_precision="ieee")
-        if MASKED:
-            scores = tl.where(positions[None, :] <= visible[:, None], scores, float("-inf"))
+    blocks = _block_rows(table, begin * PARTS, last, BLOCK_SIZE, TILE)
+    more_blocks = _block_rows(table, begin * PARTS + 1, last, BLOCK_SIZE, TILE) if PARTS == 2 else blocks
+    for turn in tl.range(begin, end, num_stages=STAGES):
+        tile = turn * PARTS
+        key, value = _load(
+            blocks, tile, last, cache, descriptor, head, KV_HEADS, D, BLOCK_SIZE, COLUMNS, TILE, DESCRIBED, MASKED
+        )
+        blocks = _block_rows(table, tile + PARTS, last, BLOCK_SIZE, TILE)
+        scores = _scores(queries, key, tile, visible, TILE, MASKED)
+        highest_here = tl.max(scores, 1)
+        if PARTS == 2:
+            tile += 1
+            more_keys, more_values = _load(
+                more_blocks, tile, last, cache, descriptor, head, KV_HEADS, D, BLOCK_SIZE, COLUMNS, TILE, DESCRIBED, MASKED
+            )  # fmt: skip
+            more_blocks = _block_rows(table, tile + PARTS, last, BLOCK_SIZE, TILE)
+            more_scores = _scores(queries, more_keys, tile, visible, TILE, MASKED)
+            highest_here = tl.maximum(highest_here, tl.max(more_scores, 1))
         before = highest
-        highest = tl.maximum(before, tl.max(scores, 1) * scale)
+        highest = tl.maximum(before, highest_here * scale)
         kept = tl.exp2(before - highest)
         weights = tl.exp2(scores * scale - highest[:, None])
         weight = weight * kept + tl.sum(weights, 1)
-        result = tl.dot(weights.to(value.dtype), value, result * kept[:, None], input_precision="ieee")
+        result = result * kept[:, None]
+        result = tl.dot(weights.to(queries.dtype), value.to(queries.dtype), result, input_precision="ieee")
+        if PARTS == 2:
+            weights = tl.exp2(more_scores * scale - highest[:, None])
+            weight += tl.sum(weights, 1)
+            result = tl.dot(weights.to(queries.dtype), more_values.to(queries.dtype), result, input_precision="ieee")
     return highest, weight, result
 
 
@@ -307,6 +361,8 @@ def prefill_kernel(
     out,  # [T, KV_HEADS * GROUP * D], rows out_stride apart
     table,  # [B, W]
     tasks,  # [n, 4] int32: first token, its position in its sequence, tokens, sequence
+    k_scale,
+    v_scale,  # as in `decode_kernel`
     scale,
     q_stride,
     out_stride,
@@ -318,6 +374,7 @@ def prefill_kernel(
     ROWS: tl.constexpr,  # the query heads of ROWS // GROUP tokens
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
+    PARTS: tl.constexpr,  # tiles whose softmax is brought up to date at once
     DESCRIBED: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -336,16 +393,19 @@ def prefill_kernel(
     own_table = table + sequence.to(tl.int64) * table_stride
     last = position + tokens - 1
     visible = tl.minimum(position + ahead, last)
-    whole = (position + 1) // TILE  # every row sees all of these
+    whole = (position + 1) // (PARTS * TILE)  # every row sees all of these
+    key_scale = scale if k_scale is None else scale * tl.load(k_scale + head)
     highest = tl.full((ROWS,), LOWEST, tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
     result = tl.zeros((ROWS, COLUMNS), tl.float32)
     highest, weight, result = _attend(
-        queries, highest, weight, result, 0, whole, visible, last, own_table, cache, descriptor, head, scale,
-        KV_HEADS, D, BLOCK_SIZE, COLUMNS, TILE, DESCRIBED, False, STAGES,
+        queries, highest, weight, result, 0, whole, visible, last, own_table, cache, descriptor, head, key_scale,
+        KV_HEADS, D, BLOCK_SIZE, COLUMNS, TILE, PARTS, DESCRIBED, False, STAGES,
     )  # fmt: skip
     highest, weight, result = _attend(
-        queries, highest, weight, result, whole, last // TILE + 1, visible, last, own_table, cache, descriptor, head, scale,
-        KV_HEADS, D, BLOCK_SIZE, COLUMNS, TILE, DESCRIBED, True, STAGES,
+        queries, highest, weight, result, whole, last // (PARTS * TILE) + 1, visible, last, own_table, cache, descriptor, head, key_scale,
+        KV_HEADS, D, BLOCK_SIZE, COLUMNS, TILE, PARTS, DESCRIBED, True, STAGES,
     )  # fmt: skip
+    if v_scale is not None:
+        result *= tl.load(v_scale + head)
     tl.store(out + at * out_stride + within, (result / weight[:, None]).to(out.dtype.element_ty), mask=inside)

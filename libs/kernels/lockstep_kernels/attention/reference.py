@@ -7,7 +7,14 @@ import torch
 from lockstep_kernels.attention.batch import PagedBatch
 
 
-def attention(q: torch.Tensor, cache: torch.Tensor, batch: PagedBatch, scale: float, out: torch.Tensor) -> None:
+def attention(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    batch: PagedBatch,
+    scale: float,
+    out: torch.Tensor,
+    kv_scale: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> None:
     """See the public function."""
     _, heads, width = q.shape
     kv_heads = cache.shape[2]
@@ -16,6 +23,8 @@ def attention(q: torch.Tensor, cache: torch.Tensor, batch: PagedBatch, scale: fl
         positions = torch.arange(total, device=q.device)
         blocks = batch.block_table[i, positions // batch.block_size]
         keys, values = cache[blocks, :, :, positions % batch.block_size].float().unbind(1)  # [total, kv_heads, d]
+        if kv_scale is not None:
+            keys, values = keys * kv_scale[0][:, None], values * kv_scale[1][:, None]
         queries = q[first : first + new].float().view(new, kv_heads, heads // kv_heads, width)
         scores = torch.einsum("tkgd,skd->kgts", queries, keys) * scale
         future = positions > positions[total - new :, None]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lockstep_kernels.sampling import Float, Int, RowTables, kernel
+from lockstep_kernels.sampling.rows import kernel as rows_kernel
 from tests.kernels import launches
 
 ROWS = 65
@@ -35,10 +36,13 @@ def variants() -> Iterator[tuple[str, Callable[[], Any]]]:
             logits = torch.zeros(4, vocab, dtype=dtype)
             yield from launches.variants(f"greedy {vocab} {dtype}", partial(kernel.argmax, logits), 2)
         logits = torch.zeros(4, vocab)
+        for count in (0, 20):
+            call = partial(kernel.logprobs, logits, index, count)
+            yield from launches.variants(f"logprobs {vocab}, {count} best", call, 2)
         plain = tables(vocab, bias=1, stop_ids=1, counted=False)
-        call = partial(kernel.sample_rows, logits, index, plain, None, None)
+        call = partial(rows_kernel.sample_rows, logits, index, plain, None, None)
         yield from launches.variants(f"rows {vocab}", call, 7)
     rich = tables(vocab, bias=512, stop_ids=8, counted=True)
     mask = torch.zeros(4, vocab // 32, dtype=torch.int32)
-    call = partial(kernel.sample_rows, logits.bfloat16(), index, rich, index, mask)
+    call = partial(rows_kernel.sample_rows, logits.bfloat16(), index, rich, index, mask)
     yield from launches.variants(f"rows {vocab}, bfloat16, penalties, bias, mask", call, 7)

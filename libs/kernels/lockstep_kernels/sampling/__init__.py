@@ -88,9 +88,9 @@ def sample_rows(
     if tables.counts is not None:
         check_shape("counts", tables.counts, (tables.counts.shape[0], vocab_size))
     if logits.is_cuda:
-        from lockstep_kernels.sampling import kernel
+        from lockstep_kernels.sampling.rows import kernel as rows
 
-        return kernel.sample_rows(logits, index, tables, positions, mask)
+        return rows.sample_rows(logits, index, tables, positions, mask)
     places = tables.lengths[index] if positions is None else positions
     return reference.sample_rows(logits, index, tables, places, mask)
 
@@ -106,6 +106,10 @@ def logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> tuple[to
     Best first; of equally good tokens any may come first. Log-probabilities are at least LOWEST_LOGPROB.
     """
     check_shape("tokens", tokens, (logits.shape[0],))
+    if logits.is_cuda:
+        from lockstep_kernels.sampling import kernel
+
+        return kernel.logprobs(logits, tokens, count)
     return reference.logprobs(logits, tokens, count)
 
 

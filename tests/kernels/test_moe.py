@@ -127,9 +127,10 @@ def test_experts_are_put_one_by_one() -> None:
         stack.put(e, gate, up, down[e])
     with pytest.raises(ValueError, match=r"experts \[1\] have no weights"):
         stack.finish()
+    gate, up = gate_up[1].chunk(2)
     with pytest.raises(ValueError, match="down has shape"):
-        stack.put(1, *gate_up[1].chunk(2), down[1].T)
-    stack.put(1, *gate_up[1].chunk(2), down[1])
+        stack.put(1, gate, up, down[1].T)
+    stack.put(1, gate, up, down[1])
     x, ids, factors = torch.randn(5, HIDDEN), torch.randint(0, 3, (5, 1)).int(), torch.rand(5, 1)
     want = moe.mix(x, ids, factors, moe.pack_experts(gate_up, down), plus=x)
     assert torch.equal(moe.mix(x, ids, factors, stack.finish(), plus=x), want)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -100,7 +101,7 @@ def operands(
     x, plus = randn(tokens, hidden, dtype=dtype, seed=seed), randn(tokens, hidden, dtype=dtype, seed=seed + 1)
     gate_up = (randn(experts, 2 * width, hidden, seed=seed + 2) / hidden**0.5).to(dtype)
     down = (randn(experts, hidden, width, seed=seed + 3) / width**0.5).to(dtype)
-    return x, plus, ExpertWeights(experts, hidden, width, dtype, gate_up, down, ())
+    return x, plus, ExpertWeights(experts, hidden, width, dtype, gate_up, down)
 
 
 def check_mix(got: torch.Tensor, x: Any, ids: Any, factors: Any, packed: ExpertWeights, plus: torch.Tensor) -> None:
@@ -194,7 +195,7 @@ def test_layers_of_models(
     gate = moe.pack_gate(randn(routing.experts, hidden, dtype=dtype, seed=9) / hidden**0.5)
     norm = Norm(randn(hidden, seed=8).abs(), 1e-6)
     live = randn(tokens, seed=7) > -1
-    operand, fused = (x, norm) if moe.fuses_norm(x) else (rms_norm(x, *norm), None)
+    operand, fused = (x, norm) if moe.fuses_norm(x, packed) else (rms_norm(x, *norm), None)
     ids, factors = moe.route(moe.gate_logits(operand, gate, norm=fused), routing, live=live, shared=shared)
     got = moe.mix(operand, ids, factors, packed, plus=plus, norm=fused)
     normed = rms_norm(x.float(), *norm)
@@ -226,3 +227,14 @@ def test_a_captured_layer_follows_its_operands(tokens: int) -> None:
     ids.copy_(torch.tensor([3, -1, -1, -1], device=DEVICE).expand(tokens, -1))  # all at one expert
     graph.replay()
     check_mix(out, x, ids, factors, packed, plus)
+
+
+@requires_gpu
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+def test_bits_of_deterministic_experts_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
+    x, plus, packed = operands(4000, 16, 512, 384, dtype, 0)
+    packed = replace(packed, deterministic=True)
+    ids, factors = random_ids(4000, 16, 4, 0), randn(4000, 4).abs()
+    whole = moe.mix(x, ids, factors, packed, plus=plus)
+    for part in (slice(0, 1), slice(5, 7), slice(100, 164), slice(300, 900), slice(0, 2000)):
+        assert torch.equal(moe.mix(x[part], ids[part], factors[part], packed, plus=plus[part]), whole[part])

@@ -96,16 +96,18 @@ class Experts:
             raise ValueError(f"{weights.experts} experts have weights, {routing.experts} are routed to")
         if correction is not None and correction.dtype != torch.float32:
             raise ValueError(f"the correction is {correction.dtype}, expected torch.float32")
-        return cls(routing, moe.pack_gate(gate), correction, weights, exchange or Local())
+        return cls(
+            routing, moe.pack_gate(gate, deterministic=weights.deterministic), correction, weights, exchange or Local()
+        )
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, live: torch.Tensor | None, *, norm: Norm | None = None
     ) -> torch.Tensor:
         """x and residual [T, d], x to be normalised if there is a norm; live bool [T], None: all.
 
-        On CPU a row's bits do not depend on the others.
+        A row's bits do not depend on the others; on CUDA that takes weights packed as deterministic.
         """
-        if norm is not None and not moe.fuses_norm(x):
+        if norm is not None and not moe.fuses_norm(x, self.weights):
             x, norm = rms_norm(x, *norm), None
         logits = moe.gate_logits(x, self.gate, norm=norm)
         shared = self.weights.experts - self.routing.experts
@@ -190,6 +192,7 @@ def load_expert_mlp(
         shared=shared,
         corrected=corrected,
         names=names,
+        deterministic=weights.deterministic,
     )
     return ExpertMlp(weights.norm(norm, hidden), experts)
 
@@ -207,6 +210,7 @@ def load_experts(
     shared: int = 0,
     corrected: bool = False,
     names: ExpertNames = ExpertNames(),
+    deterministic: bool = False,
 ) -> Experts:
     """Reads a layer's experts, one at a time, straight into their stack.
 
@@ -217,7 +221,7 @@ def load_experts(
     """
     gate = take(f"{prefix}gate.weight", routing.experts, hidden)
     correction = take(f"{prefix}gate.e_score_correction_bias", routing.experts) if corrected else None
-    stack = ExpertStack(routing.experts + shared, hidden, width, dtype, device)
+    stack = ExpertStack(routing.experts + shared, hidden, width, dtype, device, deterministic=deterministic)
     if has(f"{prefix}experts.gate_up_proj"):
         gate_up = take(f"{prefix}experts.gate_up_proj", routing.experts, 2 * width, hidden)
         down = take(f"{prefix}experts.down_proj", routing.experts, hidden, width)

@@ -31,7 +31,7 @@ def variants() -> Iterator[tuple[str, Callable[[], Any]]]:
     for model, (routing, shared, hidden, width) in MODELS.items():
         chosen, count = routing.top_k + shared, routing.experts + shared
         gate_up, down = empty(count, 2 * width, hidden), empty(count, hidden, width)
-        packed = ExpertWeights(count, hidden, width, torch.bfloat16, gate_up, down, ())
+        packed = ExpertWeights(count, hidden, width, torch.bfloat16, gate_up, down)
         correction = empty(routing.experts, dtype=torch.float32) if routing.scoring == "sigmoid" else None
         for tokens in TOKENS:
             name = f"{model} T={tokens}"

@@ -31,38 +31,26 @@ __all__ = [
 ]
 
 
-def fuses_norm(x: torch.Tensor) -> bool:
+def fuses_norm(x: torch.Tensor, packed: ExpertWeights) -> bool:
     """Whether `gate_logits` and `mix` of x [T, d] take a norm along for nothing; otherwise normalise once, before both."""
     if not x.is_cuda:
         return False
     from lockstep_kernels.moe import skinny
 
-    return 0 < x.shape[0] <= skinny.MOST_TOKENS
+    return 0 < x.shape[0] <= skinny.MOST_TOKENS and not packed.deterministic
 
 
-def pack_gate(weight: torch.Tensor) -> Packed:
-    """The weight [E, d] of the gate, for `gate_logits`."""
-    return pack(weight, prompts=False)
+def pack_gate(weight: torch.Tensor, *, deterministic: bool = False) -> Packed:
+    """The weight [E, d] of the gate, for `gate_logits`; `deterministic` as in `lockstep_kernels.linear.pack`."""
+    return pack(weight, prompts=False, deterministic=deterministic)
 
 
 def gate_logits(x: torch.Tensor, gate: Packed, *, norm: Norm | None = None) -> torch.Tensor:
     """x @ gate.T, of x [T, d] normalised first if there is a norm: float32 [T, E], whatever x's dtype.
 
-    On CPU a row's bits do not depend on T.
+    A row's bits do not depend on T; on CUDA that takes a gate packed as deterministic.
     """
-    tokens = x.shape[0]
-    check_shape("x", x, (tokens, gate.in_features))
-    if not x.is_cuda:
-        return linear(x.to(gate.dtype), gate, norm=norm).float()
-    assert isinstance(gate.weight, torch.Tensor)
-    if fuses_norm(x):
-        from lockstep_kernels.linear import kernel
-
-        logits = torch.empty(tokens, gate.out_features, dtype=torch.float32, device=x.device)
-        return kernel.skinny(x, gate.weight, None, out=logits, **({} if norm is None else norm._asdict()))
-    if norm is not None:
-        x = rms_norm(x, *norm)
-    return torch.mm(x, gate.weight.T, out_dtype=torch.float32)
+    return linear(x.to(gate.dtype), gate, norm=norm, wide=True)
 
 
 def route(
@@ -104,9 +92,10 @@ def mix(
     """plus + the sum of what each token's experts make of it, times their weights: a new [T, d] of plus's dtype.
 
     x [T, d], normalised first if there is a norm; ids int32 [T, k]; weights float32 [T, k]; plus [T, d]. All experts of
-    `packed` are on this device. Sums are float32, in a fixed order; on CPU a row's bits do not depend on the others.
+    `packed` are on this device. Sums are float32, in a fixed order. A row's bits do not depend on the others; on CUDA that
+    takes experts packed as deterministic.
     """
-    if fuses_norm(x):
+    if fuses_norm(x, packed):
         from lockstep_kernels.moe import skinny
 
         _check(x, ids, weights, packed)

@@ -59,6 +59,7 @@ class ExpertWeights:
     """The weights of E experts of width i over hidden states of width d, in the form their device computes with.
 
     Expert e maps x to silu(x @ gate[e].T) * (x @ up[e].T) @ down[e].T. `dtype` is that of x and of the results.
+    `deterministic`: the bits of a row of results must not depend on the others, which costs speed on CUDA; on CPU they never do.
     """
 
     experts: int
@@ -67,14 +68,25 @@ class ExpertWeights:
     dtype: torch.dtype
     gate_up: torch.Tensor | None  # [E, 2i, d], each expert's gate rows before its up rows; None where packed
     down: torch.Tensor | None  # [E, d, i]
-    packed: tuple[tuple[GateUp, Packed], ...]  # on CPU: one pair an expert
+    packed: tuple[tuple[GateUp, Packed], ...] = ()  # on CPU: one pair an expert
+    deterministic: bool = False
 
 
 class ExpertStack:
     """Takes experts one after the other as a checkpoint yields them, without a second copy of them all."""
 
-    def __init__(self, experts: int, hidden: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        experts: int,
+        hidden: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        deterministic: bool = False,
+    ) -> None:
         self._shape = (experts, hidden, width)
+        self._deterministic = deterministic
         self._packed: list[tuple[GateUp, Packed] | None] = [None] * experts
         self._gate_up = self._down = None
         if device.type != "cpu":
@@ -105,15 +117,16 @@ class ExpertStack:
             raise ValueError(f"experts {sorted(self._missing)} have no weights")
         packed = tuple(pair for pair in self._packed if pair is not None)
         dtype = packed[0][1].dtype if self._down is None else self._down.dtype
-        return ExpertWeights(*self._shape, dtype, self._gate_up, self._down, packed)
+        return ExpertWeights(*self._shape, dtype, self._gate_up, self._down, packed, self._deterministic)
 
 
-def pack_experts(gate_up: torch.Tensor, down: torch.Tensor) -> ExpertWeights:
+def pack_experts(gate_up: torch.Tensor, down: torch.Tensor, *, deterministic: bool = False) -> ExpertWeights:
     """The weights of experts that are stacked already: gate_up [E, 2i, d] (gate rows first), down [E, d, i]."""
     experts, hidden, width = down.shape
     check_shape("gate_up", gate_up, (experts, 2 * width, hidden))
     if down.device.type != "cpu":
-        return ExpertWeights(experts, hidden, width, down.dtype, gate_up.contiguous(), down.contiguous(), ())
+        stacks = gate_up.contiguous(), down.contiguous()
+        return ExpertWeights(experts, hidden, width, down.dtype, *stacks, deterministic=deterministic)
     stack = ExpertStack(experts, hidden, width, down.dtype, down.device)
     for e in range(experts):
         gate, up = gate_up[e].chunk(2)

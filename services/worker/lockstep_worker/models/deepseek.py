@@ -15,14 +15,13 @@ from lockstep_common.steps import Kind
 from lockstep_kernels import mla
 from lockstep_kernels.linear import Packed, linear, pack
 from lockstep_kernels.rms_norm import Norm, rms_norm
-from lockstep_worker.experts import Experts, Routing, load_experts
+from lockstep_worker.experts import Routing, load_expert_mlp
 from lockstep_worker.inputs import StepInputs
 from lockstep_worker.kv import KvCache, KvSpec
 from lockstep_worker.models.decoder import (
     Decoder,
     DecoderConfig,
     FeedForward,
-    Tokens,
     WeightSource,
     load_decoder,
     read_decoder,
@@ -132,17 +131,6 @@ class LatentAttention:
     out: Packed
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertMlp:
-    """The feed-forward half of a layer with experts."""
-
-    norm: Norm
-    experts: Experts
-
-    def __call__(self, hidden: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        return self.experts(rms_norm(hidden, *self.norm), hidden, tokens.live)
-
-
 class LatentPass:
     """What all layers of one pass share: angles, slots, tables. `rows` is the number of rows the pass is computed with."""
 
@@ -242,22 +230,16 @@ def load(
         if i < c.dense_layers:
             return weights.mlp(norm, mlp, c.hidden, c.intermediate)
 
-        def take(name: str, *shape: int) -> torch.Tensor:
-            return weights.tensor(name, *shape, dtype=torch.float32 if name.endswith("correction_bias") else None)
-
-        experts = load_experts(
-            take,
-            checkpoint.__contains__,
+        return load_expert_mlp(
+            weights,
+            norm,
             mlp,
             c.routing,
             hidden=c.hidden,
             width=c.expert_intermediate,
-            dtype=dtype,
-            device=device,
             shared=c.shared_experts,
             corrected=c.routing.scoring == "sigmoid",
         )
-        return ExpertMlp(weights.norm(norm, c.hidden), experts)
 
     def attention(weights: WeightSource, prefix: str) -> LatentAttention:
         return _load_attention(c, weights, prefix)

@@ -22,7 +22,7 @@ def experts(
     if tokens == 0:
         return x.new_empty(0, chosen, packed.hidden)
     assert packed.gate_up is not None and packed.down is not None
-    rows = block_rows(tokens * chosen, packed.experts)
+    rows = block_rows(tokens * chosen, packed.experts, deterministic=packed.deterministic)
     first, second = tilings(rows)
     plan = order.plan(ids, packed.experts, rows, pdl=pdl)
     gated = kernel.gate_up(x, packed.gate_up, plan, chosen, first, pdl=pdl)
@@ -30,12 +30,13 @@ def experts(
     return pairs.view(tokens, chosen, packed.hidden)
 
 
-def block_rows(pairs: int, experts: int) -> int:
+def block_rows(pairs: int, experts: int, *, deterministic: bool = False) -> int:
     """Rows of a block: half as many again as an expert has on average, so that few experts need a second block.
 
-    A second block reads the expert's weights again; a block's empty rows cost only arithmetic.
+    A second block reads the expert's weights again; a block's empty rows cost only arithmetic. From 64 rows on all blocks add
+    the same products in the same order by the same instruction, so deterministic ones have no fewer.
     """
-    rows = 16
+    rows = 64 if deterministic else 16
     while rows < LARGEST_BLOCK and 2 * rows * experts < 3 * pairs:
         rows *= 2
     return rows

@@ -18,7 +18,7 @@ from lockstep_kernels.sampling.rows import kernel as rows_kernel  # isort: skip
 
 # One block or less, and more than one; odd, so that rows begin at every alignment.
 VOCABS = (7, 101, 2048, 4099, 32000, 151_936) if ON_GPU else (7, 101, 2101)
-EXAMPLES = 60 if ON_GPU else 12
+EXAMPLES = 60 if ON_GPU else 8
 RECIPES = (
     Feature(0),
     Feature.RANDOM,
@@ -159,7 +159,7 @@ def test_a_mixed_batch_equals_its_rows_alone_in_any_order(seed: int, vocab: int)
     tables, logits = tables_of(n, vocab, features, seed), logits_of(n, vocab, seed)
     order = torch.randperm(n, generator=generator).to(DEVICE)
     together = rows_kernel.sample_rows(logits[order], order, tables, None, None)[0]
-    for place, row in enumerate(order.tolist()[:4]):
+    for place, row in enumerate(order.tolist()[:2]):
         one = torch.tensor([row], device=DEVICE)
         assert rows_kernel.sample_rows(logits[one], one, tables, None, None)[0].item() == together[place].item()
 

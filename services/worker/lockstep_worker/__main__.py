@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from lockstep_worker.models import Model, load_model
 from lockstep_worker.null import NullModel, NullSampler
 from lockstep_worker.protocol import PlanLog
 from lockstep_worker.runner import Loaded, Mark, Runner, cuda_mark
-from lockstep_worker.sampling import Sampler, SamplingRows, TokenSampler
+from lockstep_worker.sampling import LogprobsMode, Sampler, SamplingRows, TokenSampler
 from lockstep_worker.server import serve
 from lockstep_worker.weights import ConfigFile
 
@@ -85,7 +86,8 @@ def load(settings: WorkerConfig, progress: Callable[[float, str], None]) -> Load
             progress=_loading(settings.name, progress),
             dummy_weights=settings.load_format == "dummy",
         )
-        make_sampler, mark = TokenSampler, (cuda_mark if device.type == "cuda" else None)
+        make_sampler = partial(TokenSampler, logprobs_mode=LogprobsMode(settings.logprobs_mode))
+        mark = cuda_mark if device.type == "cuda" else None
     block_size = settings.block_size or (64 if device.type == "cuda" else 16)
     max_model_len = settings.max_model_len or model.max_model_len
     if max_model_len > model.max_model_len:

@@ -43,6 +43,11 @@ class WorkerConfig:
     )
     gpu_memory_utilization: float = setting(0.9, "share of the GPU's memory for weights, activations and KV cache")
     enforce_eager: bool = setting(False, "no CUDA graphs: every step launches its kernels one by one")
+    logprobs_mode: str = setting(
+        "raw_logprobs",
+        "logprobs are of the model's distribution, or of the one that tokens are drawn from",
+        choices=("raw_logprobs", "processed_logprobs"),
+    )
 
     collective_deadline_s: float = setting(10.0, "after so long a collective is reported with the ranks it misses")
     reform_timeout_s: float = setting(60.0, "after so long a collective, or forming a group, is given up")

@@ -15,6 +15,7 @@ from lockstep_kernels import post_update
 from lockstep_kernels import sampling as ops
 from lockstep_kernels.sampling import Feature, cpu, reference
 from lockstep_worker.sampling import (
+    LogprobsMode,
     Sampled,
     SamplingRows,
     TokenSampler,
@@ -55,6 +56,18 @@ def sample(
     sampled = TokenSampler(rows).sample(logits, batch, positions)
     rows.count(batch, sampled.tokens)
     return sampled
+
+
+def added(samplings: Sequence[Sampling], histories: Sequence[Sequence[int]], vocab_size: int = V) -> SamplingRows:
+    """Rows of prompts of one token and these outputs."""
+    rows = SamplingRows(len(samplings), vocab_size, CPU, torch.from_numpy)
+    rows.add(
+        [
+            AddRow(i, "", i % 3, 1, u32([0, *history]), 0, (), sampling, 10_000)
+            for i, (sampling, history) in enumerate(zip(samplings, histories, strict=True))
+        ]
+    )
+    return rows
 
 
 def draws(logits: torch.Tensor, sampling: Sampling, count: int = 2000) -> np.ndarray:
@@ -277,6 +290,50 @@ def test_a_mixed_batch_equals_its_rows_alone_in_every_bit(data: st.DataObject, v
         assert again is not None and torch.equal(again, torch.cat([lp for lp in alone_logprobs if lp is not None]))
 
 
+@settings(max_examples=20, deadline=None)
+@given(data=st.data(), vocab_size=st.sampled_from([V, 64, 1000]))
+def test_rows_that_find_on_the_device_what_they_ask_for_get_the_same_tokens(
+    data: st.DataObject, vocab_size: int
+) -> None:
+    """The form of captured steps, with the scratch row in unused places."""
+    n = data.draw(st.integers(1, 9))
+    samplings = [data.draw(st.sampled_from(RECIPES)) for _ in range(n)]
+    logits = logits_of(n, data.draw(st.integers(0, 99)), vocab_size)
+    histories = [[int(t) for t in logits[i].argsort()[-4:]] for i in range(n)]
+    rows = added(samplings, histories, vocab_size)
+    positions = torch.full((n,), 5)
+    expected = TokenSampler(rows).sample(logits, rows.select(np.arange(n), torch.arange(n)), positions)
+    index = torch.cat((torch.arange(n), torch.tensor([n, n])))
+    lengths = torch.cat((positions, torch.tensor([0])))
+    tokens, bad = ops.sample_rows(torch.cat((logits, logits[:1].expand(2, -1))), index, rows.tables(lengths))
+    assert torch.equal(tokens[:n], expected.tokens) and not bad.any()
+    assert tokens[n:].tolist() == [int(logits[0].argmax())] * 2
+
+
+def test_tables_that_grow_move_and_keep_what_they_hold() -> None:
+    narrow = Sampling(bias=((3, 50.0),), stop_ids=(3,), min_tokens=9)
+    wide = Sampling(bias=tuple((i, 1.0) for i in range(5)), stop_ids=(7, 8, 9), min_tokens=9)
+    rows = SamplingRows(3, V, CPU, torch.from_numpy)
+    rows.add([AddRow(0, "", 0, 1, u32([0]), 0, (), narrow, 99)])
+    before, revision = rows.tables(torch.ones(4)), rows.revision
+    rows.add([AddRow(1, "", 0, 1, u32([0]), 0, (), narrow, 99)])
+    assert rows.revision == revision and rows.stop_ids is before.stop_ids
+    rows.add([AddRow(2, "", 0, 1, u32([0]), 0, (), wide, 99)])
+    assert rows.revision > revision
+    assert rows.stop_ids.tolist()[:3] == [[3] * 4] * 2 + [[7, 8, 9, 9]]
+    assert rows.bias_values.sum(1).tolist() == [50.0, 50.0, 5.0, 0.0]
+    revision = rows.revision
+    rows.add([AddRow(0, "", 0, 1, u32([0]), 0, (), Sampling(presence_penalty=1.0), 99)])
+    assert rows.revision > revision and rows.counts is not None and rows.counts.shape == (4, V)
+
+
+def test_a_batch_says_which_captured_step_it_needs() -> None:
+    rows = added([Sampling(), Sampling(temperature=1.0), Sampling(logprobs=0)], [[1], [2], [3]])
+    wanted = ([0], Variant.GREEDY), ([0, 1], Variant.SHAPED), ([0, 2], Variant.EAGER), ([1, 2], Variant.EAGER)
+    for listed, variant in wanted:
+        assert rows.variant(np.array(listed)) is variant
+
+
 def test_masked_greedy_row_beside_a_random_one() -> None:
     """A greedy row with all but two tokens impossible, beside top-p: the best legal token, and the mate's own draw."""
     logits = logits_of(2)
@@ -324,6 +381,32 @@ def test_logprobs_are_those_of_the_unmodified_logits_and_finite() -> None:
     assert values[0].tolist() == pytest.approx(expected[1].topk(5).values.tolist(), abs=1e-5)
     assert values[1].tolist() == [0.0] + [ops.LOWEST_LOGPROB] * 4
     assert torch.isfinite(values).all()
+
+
+def test_processed_logprobs_are_those_that_tokens_are_drawn_from() -> None:
+    logits = logits_of(4)
+    samplings = [
+        Sampling(temperature=0.5, top_k=3, seed=1, logprobs=5),
+        Sampling(bias=((5, 100.0),), logprobs=0),
+        Sampling(temperature=1.0, seed=2),
+        Sampling(repetition_penalty=1.5, logprobs=5),
+    ]
+    histories = [[1], [2], [3], [int(logits[3].argmax())]]
+    rows = added(samplings, histories)
+    sampler = TokenSampler(rows, logprobs_mode=LogprobsMode.PROCESSED)
+    batch = rows.select(np.arange(4), torch.arange(4))
+    found = sampler.sample(logits, batch, torch.full((4,), 2))
+    assert found.logprobs is not None and batch.wanted is not None
+    ids, values = found.tops[0]
+    best = logits[0].topk(3)
+    assert ids[0, :3].tolist() == best.indices.tolist()
+    assert values[0, :3].tolist() == pytest.approx((best.values / 0.5).log_softmax(0).tolist(), abs=1e-5)
+    assert values[0, 3:].tolist() == [ops.LOWEST_LOGPROB] * 2
+    assert found.logprobs[1].item() == pytest.approx(0.0, abs=1e-5)
+    penalised = logits[3].clone()
+    for token in (0, histories[3][0]):
+        penalised[token] = penalised[token] / 1.5 if penalised[token] > 0 else penalised[token] * 1.5
+    assert values[1].tolist() == pytest.approx(penalised.log_softmax(0).topk(5).values.tolist(), abs=1e-5)
 
 
 def test_top_logprobs_of_rows_with_different_counts_come_in_batch_order() -> None:

@@ -132,7 +132,7 @@ def test_grouped_products(
     ids = random_ids(tokens, experts, 2, seed)
     factors = torch.where(ids >= 0, randn(tokens, 2, seed=seed).abs(), torch.nan)  # of no pair without an expert
     plan = kernel.plan(ids, experts, rows)
-    tiling = grouped.Tiling(64, 64, 3, 4)
+    tiling = grouped.Tiling(64, 64, 3, 4, swap=rows < 64)
     gated = grouped.kernel.gate_up(x, packed.gate_up, plan, 2, tiling)
     pairs = grouped.kernel.down(gated, packed.down, plan, factors, tiling).view(tokens, 2, hidden)
     pairs = torch.where(ids[..., None] >= 0, pairs, torch.nan)

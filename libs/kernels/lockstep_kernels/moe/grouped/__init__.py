@@ -49,7 +49,7 @@ def tilings(rows: int) -> tuple[Tiling, Tiling]:
     From 64 on it is that of the tensor cores.
     """
     if rows <= 32:
-        return Tiling(64, 64, 4, 4), Tiling(128, 64, 4, 4)
+        return Tiling(64, 64, 4, 4, swap=True), Tiling(128, 64, 4, 4, swap=True)
     if rows == 64:
-        return Tiling(64, 64, 4, 4), Tiling(128, 64, 4, 4)
-    return Tiling(128, 64, 4, 8), Tiling(256, 64, 4, 8)
+        return Tiling(64, 64, 4, 4, swap=False), Tiling(128, 64, 4, 4, swap=False)
+    return Tiling(128, 64, 4, 8, swap=False), Tiling(256, 64, 4, 8, swap=False)

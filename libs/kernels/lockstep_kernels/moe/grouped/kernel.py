@@ -22,12 +22,14 @@ from lockstep_kernels.moe.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a product is cut: rows, output columns (of gate and of up each), inner length; stages in flight; warps."""
+    """How a product is cut: columns of the result (of gate and of up each), inner length, stages in flight, warps, and whether
+    the weights stand on the left."""
 
     block_n: int
     block_k: int
     stages: int
     warps: int
+    swap: bool
 
 
 @triton.jit
@@ -147,7 +149,7 @@ def _constants(x: torch.Tensor, plan: Plan, tiling: Tiling, pdl: bool | None) ->
         "BLOCK_M": plan.block_m,
         "BLOCK_N": tiling.block_n,
         "BLOCK_K": tiling.block_k,
-        "SWAP": plan.block_m < 64,
+        "SWAP": tiling.swap,
         "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
         "PDL": pdl,
         "num_stages": tiling.stages,

@@ -7,6 +7,8 @@ asked for before this one is used.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -132,16 +134,42 @@ def _down(
     tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=n < HIDDEN)
 
 
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Rows of a weight that a program takes (of gate and of up each), columns at once, warps."""
+
+    block_n: int
+    block_k: int
+    warps: int
+
+
+def gate_up_tiling(hidden: int) -> Tiling:
+    """64 elements of the two weights a thread."""
+    return Tiling(8, min(triton.next_power_of_2(hidden), 512), 4)
+
+
+def down_tiling(width: int, chosen: int) -> Tiling:
+    """64 elements of the weights of all the token's experts a thread."""
+    block_k = min(triton.next_power_of_2(width), 256)
+    return Tiling(max(1, 8192 // (triton.next_power_of_2(chosen) * block_k)), block_k, 4)
+
+
 def gate_up(
-    x: torch.Tensor, norm: Norm | None, weights: torch.Tensor, ids: torch.Tensor, *, pdl: bool | None = None
+    x: torch.Tensor,
+    norm: Norm | None,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    *,
+    tiling: Tiling | None = None,
+    pdl: bool | None = None,
 ) -> torch.Tensor:
     """[P, i]: silu(x @ gate.T) * (x @ up.T) of each pair. x [T, d], to be normalised if there is a norm; weights [E, 2i, d]."""
     _, rows, hidden = weights.shape
     width, pairs = rows // 2, ids.numel()
     pdl = dependent.supported(x.device) if pdl is None else pdl
     out = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
-    block_n, block_k = 8, min(triton.next_power_of_2(hidden), 512)
-    _gate_up[(triton.cdiv(width, block_n), pairs)](
+    tiling = tiling or gate_up_tiling(hidden)
+    _gate_up[(triton.cdiv(width, tiling.block_n), pairs)](
         x,
         x if norm is None else norm.gain,
         weights,
@@ -152,10 +180,10 @@ def gate_up(
         HIDDEN=hidden,
         WIDTH=width,
         NORM=norm is not None,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
+        BLOCK_N=tiling.block_n,
+        BLOCK_K=tiling.block_k,
         PDL=pdl,
-        num_warps=4,
+        num_warps=tiling.warps,
         launch_pdl=pdl,
     )
     return out
@@ -168,6 +196,7 @@ def down(
     factors: torch.Tensor,
     plus: torch.Tensor,
     *,
+    tiling: Tiling | None = None,
     pdl: bool | None = None,
 ) -> torch.Tensor:
     """[T, d]: plus + the weighted sum of x @ down.T over a token's pairs. x [P, i]; weights [E, d, i]; ids and factors [T, k]."""
@@ -175,10 +204,8 @@ def down(
     _, hidden, width = weights.shape
     pdl = dependent.supported(x.device) if pdl is None else pdl
     out = torch.empty_like(plus)
-    padded = triton.next_power_of_2(chosen)
-    block_k = min(triton.next_power_of_2(width), 256)
-    block_n = max(1, 8192 // (padded * block_k))
-    _down[(triton.cdiv(hidden, block_n), tokens)](
+    tiling = tiling or down_tiling(width, chosen)
+    _down[(triton.cdiv(hidden, tiling.block_n), tokens)](
         x,
         weights,
         ids,
@@ -186,13 +213,13 @@ def down(
         plus,
         out,
         CHOSEN=chosen,
-        CHOSEN_PAD=padded,
+        CHOSEN_PAD=triton.next_power_of_2(chosen),
         HIDDEN=hidden,
         WIDTH=width,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
+        BLOCK_N=tiling.block_n,
+        BLOCK_K=tiling.block_k,
         PDL=pdl,
-        num_warps=4,
+        num_warps=tiling.warps,
         launch_pdl=pdl,
     )
     return out

@@ -20,14 +20,14 @@ def supported(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def release(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
     """The next kernel may start, as far as there is room beside this one."""
     if PDL:
         gdc_launch_dependents()
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def wait(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
     """Until everything that the kernel before this one wrote can be read."""
     if PDL:

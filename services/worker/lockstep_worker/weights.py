@@ -23,6 +23,8 @@ INDEX = "model.safetensors.index.json"
 
 Progress = Callable[[float], None]  # told the loaded fraction, 0 to 1
 _HEADER_DTYPES = {"F64", "F32", "F16", "BF16"}
+_E4M3 = "F8_E4M3"
+LARGEST: Final = 448.0  # of e4m3
 
 
 class ConfigFile:
@@ -91,8 +93,13 @@ class Checkpoint(Protocol):
         """Whether there is such a tensor; only optional ones need asking for."""
         ...
 
+    def quantised(self, name: str) -> bool:
+        """Whether the tensor `name` is e4m3, to be multiplied by scales that are tensors of their own."""
+        ...
+
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The tensor `name` in `dtype`. Raises ConfigError if it is missing, misshapen or not floating point."""
+        """The tensor `name` in `dtype`. Raises ConfigError if it is missing, misshapen or not floating point, or of 8 bits
+        unless `dtype` is e4m3."""
         ...
 
     def headers(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
@@ -116,8 +123,10 @@ class DummyCheckpoint:
 
     _BOUND: Final = 0.035
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, fp8: bool = False) -> None:
+        """`fp8`: weights of projections are of 8 bits."""
         self.bytes_taken = 0
+        self._fp8 = fp8
         self._generator = torch.Generator(device)
 
     def __enter__(self) -> DummyCheckpoint:
@@ -129,13 +138,20 @@ class DummyCheckpoint:
     def __contains__(self, name: str) -> bool:
         return False
 
+    def quantised(self, name: str) -> bool:
+        return self._fp8 and name.endswith("_proj.weight")
+
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=dtype, device=self._generator.device)
-        self.bytes_taken += tensor.nbytes
+        stored = torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
+        tensor = torch.empty(shape, dtype=stored, device=self._generator.device)
+        self.bytes_taken += tensor.numel() * dtype.itemsize
         if len(shape) == 1 and "norm" in name:
             return tensor.fill_(1)
+        if "weight_scale" in name:
+            return tensor.fill_(self._BOUND / LARGEST)
         self._generator.manual_seed(zlib.crc32(name.encode()))
-        return tensor.uniform_(-self._BOUND, self._BOUND, generator=self._generator)
+        bound = self._BOUND if stored == dtype else LARGEST
+        return tensor.uniform_(-bound, bound, generator=self._generator).to(dtype)
 
     def headers(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         yield "dummy", "", ()
@@ -182,7 +198,8 @@ class SafetensorsCheckpoint:
         if tuple(header.get_shape()) != shape:
             found = list(header.get_shape())
             raise ConfigError(f"{path}: tensor {name} has shape {found}, {CONFIG} implies {list(shape)}", param=name)
-        if header.get_dtype() not in _HEADER_DTYPES:
+        wanted = _HEADER_DTYPES if dtype != torch.float8_e4m3fn else {_E4M3}
+        if header.get_dtype() not in wanted:
             raise ConfigError(
                 f"{path}: tensor {name} has dtype {header.get_dtype()}, which is not supported", param=name
             )
@@ -190,6 +207,10 @@ class SafetensorsCheckpoint:
         tensor: torch.Tensor = self._files[path].get_tensor(name)
         self.bytes_taken += tensor.nbytes
         return tensor.to(self._device).to(dtype)
+
+    def quantised(self, name: str) -> bool:
+        path = self._where.get(name)
+        return path is not None and self._files[path].get_slice(name).get_dtype() == _E4M3
 
     def headers(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         for name in sorted(self._where):

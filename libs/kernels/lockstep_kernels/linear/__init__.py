@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from lockstep_kernels.checks import check_shape
+from lockstep_kernels.fp8 import Fp8Weight, dequantise
 from lockstep_kernels.linear import cpu, reference
 from lockstep_kernels.linear.packed import Layout, Packed
 from lockstep_kernels.rms_norm import Norm, rms_norm
 
-__all__ = ["Layout", "Packed", "linear", "pack"]
+__all__ = ["Layout", "Packed", "linear", "pack", "pack_fp8"]
 
 
 def pack(
@@ -31,6 +32,20 @@ def pack(
     if (packed := cpu.pack(weight, bias, prompts)) is not None:
         return packed
     return Packed(weight.contiguous(), bias, out_features, in_features, Layout.PLAIN, weight.dtype)
+
+
+def pack_fp8(
+    weight: Fp8Weight, bias: torch.Tensor | None, dtype: torch.dtype, *, deterministic: bool = False
+) -> Packed:
+    """A weight of 8 bits for operands of `dtype`: kept so on CUDA, where operands are quantised too if there are more than a
+    few rows; on CPU it is the weight that its values and scales stand for, packed as such."""
+    if bias is not None:
+        check_shape("bias", bias, (weight.values.shape[0],))
+    if weight.values.is_cuda:
+        from lockstep_kernels.linear import cuda
+
+        return cuda.pack_fp8(weight, bias, dtype, deterministic)
+    return pack(dequantise(weight, dtype), bias)
 
 
 def linear(
@@ -58,7 +73,7 @@ def linear(
     for name, operand in (("times", times), ("plus", plus)):
         if operand is not None:
             check_shape(name, operand, (rows, weight.out_features))
-    if weight.layout in (Layout.CUBLAS, Layout.TILES):
+    if weight.layout.on_cuda:
         return _on_cuda(x, weight, norm, silu, times, plus, torch.float32 if wide else x.dtype)
     if norm is not None:
         x = rms_norm(x, *norm)

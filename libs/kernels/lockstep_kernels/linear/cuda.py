@@ -2,15 +2,19 @@
 
 cuBLAS chooses its kernel by the number of rows, and kernels add in different orders. Products that may not depend on it
 (`Layout.TILES`) are computed in tiles of a fixed shape, added over k from 0 on, whatever the number of rows.
+Weights of 8 bits are read as they are: by the kernel for a few rows beside operands of full width, else beside quantised ones.
 """
 
 from __future__ import annotations
 
 import torch
 
+from lockstep_kernels.fp8 import Fp8Weight
+from lockstep_kernels.fp8 import kernel as fp8
 from lockstep_kernels.linear import kernel
 from lockstep_kernels.linear.packed import Layout, Packed
 from lockstep_kernels.rms_norm import Norm, rms_norm
+from lockstep_kernels.swiglu import kernel as elementwise
 
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None, deterministic: bool) -> Packed:
@@ -22,6 +26,13 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None, deterministic: bool) -
     return Packed(weight.contiguous(), bias, out_features, in_features, layout, weight.dtype)
 
 
+def pack_fp8(weight: Fp8Weight, bias: torch.Tensor | None, dtype: torch.dtype, deterministic: bool) -> Packed:
+    """See the public function."""
+    out_features, in_features = weight.values.shape
+    layout = Layout.FP8_TILES if deterministic else Layout.FP8
+    return Packed(weight.values, bias, out_features, in_features, layout, dtype, scale=weight.scale.contiguous())
+
+
 def linear(
     x: torch.Tensor, packed: Packed, norm: Norm | None, plus: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -31,30 +42,34 @@ def linear(
     rows = x.shape[0]
     if rows == 0:
         return x.new_empty(0, packed.out_features, dtype=dtype)
-    skinny = packed.layout is Layout.CUBLAS and rows <= kernel.MOST_SKINNY
-    if norm is not None and not skinny:
-        x, norm = rms_norm(x, *norm), None
-    if packed.layout is Layout.CUBLAS and not skinny:
-        return _cublas(x, weight, bias, plus, dtype)
-    in_place = plus is not None and _may_overwrite(plus, x) and plus.dtype == dtype
+    if packed.layout is Layout.CUBLAS and rows > kernel.MOST_SKINNY:
+        return _cublas(x if norm is None else rms_norm(x, *norm), weight, bias, plus, dtype)
+    in_place = plus is not None and plus.dtype == dtype and _may_overwrite(plus, x)
     out = plus if plus is not None and in_place else x.new_empty(rows, packed.out_features, dtype=dtype)
-    if not skinny:
-        return kernel.tiles(x, weight, bias, out=out, plus=plus)
     gain, eps = norm if norm is not None else (None, 0.0)
-    return kernel.skinny(x, weight, bias, out=out, gain=gain, eps=eps, plus=plus)
+    if _is_skinny(packed, rows):
+        return kernel.skinny(x, weight, bias, out=out, gain=gain, eps=eps, plus=plus, weight_scale=packed.scale)
+    if packed.scale is None:
+        return kernel.tiles(x if norm is None else rms_norm(x, *norm), weight, bias, out=out, plus=plus)
+    values, scale = fp8.quantise(x, packed.scale.dim() == 2, gain=gain, eps=eps)
+    return fp8.tiles(values, scale, weight, packed.scale, bias, out=out, plus=plus)
 
 
 def gated(x: torch.Tensor, packed: Packed, norm: Norm | None) -> torch.Tensor:
     """silu(gate) * up of the joint product with `packed` [2i, d], gate first."""
-    from lockstep_kernels.swiglu import kernel as elementwise
-
     rows, width = x.shape[0], packed.out_features // 2
-    if packed.layout is not Layout.CUBLAS or not 0 < rows <= kernel.MOST_SKINNY:
+    if not _is_skinny(packed, rows):
         return elementwise.silu_mul(linear(x, packed, norm, None, x.dtype))
     assert isinstance(packed.weight, torch.Tensor)
     gain, eps = norm if norm is not None else (None, 0.0)
     out = x.new_empty(rows, width)
-    return kernel.skinny(x, packed.weight, packed.bias, out=out, gain=gain, eps=eps, gated=True)
+    return kernel.skinny(
+        x, packed.weight, packed.bias, out=out, gain=gain, eps=eps, gated=True, weight_scale=packed.scale
+    )
+
+
+def _is_skinny(packed: Packed, rows: int) -> bool:
+    return packed.layout in (Layout.CUBLAS, Layout.FP8) and 0 < rows <= kernel.MOST_SKINNY
 
 
 def _cublas(

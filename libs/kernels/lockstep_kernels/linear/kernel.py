@@ -55,17 +55,38 @@ def _operand(x_ptr, at, k, rows, K: tl.constexpr, ROWS: tl.constexpr, EVEN_K: tl
 
 
 @triton.jit
+def _by_block(x, scale_ptr, n, at, k, K: tl.constexpr, ROWS: tl.constexpr):
+    """x times the scales of the blocks (128 x 128) of the weight that it meets; all rows of a program lie in one block."""
+    BLOCKS: tl.constexpr = (K + 127) // 128
+    scale = tl.load(scale_ptr + tl.min(n, axis=0) // 128 * BLOCKS + (at + k) // 128, mask=at + k < K, other=0.0)
+    return x * scale if ROWS == 1 else x * scale[None, :]
+
+
+@triton.jit
 def _scaled(x, gain_ptr, at, k, K: tl.constexpr, ROWS: tl.constexpr):
     gain = tl.load(gain_ptr + at + k, mask=at + k < K, other=0.0, eviction_policy="evict_last")
     return x * gain if ROWS == 1 else x * gain[None, :]
 
 
 @triton.jit
-def _finish(acc, scale, bias_ptr, n, N, ROWS: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr):
+def _finish(
+    acc,
+    scale,
+    w_scale_ptr,
+    bias_ptr,
+    n,
+    N,
+    ROWS: tl.constexpr,
+    NORM: tl.constexpr,
+    SCALES: tl.constexpr,
+    BIAS: tl.constexpr,
+):
     """[ROWS, BLOCK_N]"""
     y = tl.sum(acc, axis=1)[None, :] if ROWS == 1 else tl.sum(acc, axis=2)
     if NORM:
         y = y * scale
+    if SCALES == "rows":
+        y = y * tl.load(w_scale_ptr + n, mask=n < N, other=0.0)[None, :]
     if BIAS:
         y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     return y
@@ -75,6 +96,7 @@ def _finish(acc, scale, bias_ptr, n, N, ROWS: tl.constexpr, NORM: tl.constexpr, 
 def _skinny(
     x_ptr,
     w_ptr,
+    w_scale_ptr,
     bias_ptr,
     gain_ptr,
     plus_ptr,
@@ -88,6 +110,7 @@ def _skinny(
     BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr,
     GATED: tl.constexpr,
+    SCALES: tl.constexpr,
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
     PLUS: tl.constexpr,
@@ -123,8 +146,13 @@ def _skinny(
         if NORM:
             squares += x * x
             x = _scaled(x, gain_ptr, at, k, K, ROWS)
-        acc += _multiply(x, w, ROWS)
+        if SCALES == "blocks":
+            acc += _multiply(_by_block(x, w_scale_ptr, n, at, k, K, ROWS), w, ROWS)
+        else:
+            acc += _multiply(x, w, ROWS)
         if GATED:
+            if SCALES == "blocks":
+                x = _by_block(x, w_scale_ptr, N + n, at, k, K, ROWS)
             acc_up += _multiply(x, up, ROWS)
         w, up = w_next, up_next
     scale = 1.0
@@ -133,9 +161,10 @@ def _skinny(
             scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
         else:
             scale = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
-    y = _finish(acc, scale, bias_ptr, n, N, ROWS, NORM, BIAS)
+    y = _finish(acc, scale, w_scale_ptr, bias_ptr, n, N, ROWS, NORM, SCALES, BIAS)
     if GATED:
-        y = y / (1.0 + tl.exp(-y)) * _finish(acc_up, scale, bias_ptr + N, n, N, ROWS, NORM, BIAS)
+        y_up = _finish(acc_up, scale, w_scale_ptr + N, bias_ptr + N, n, N, ROWS, NORM, SCALES, BIAS)
+        y = y / (1.0 + tl.exp(-y)) * y_up
     t = tl.arange(0, ROWS)[:, None]
     inside = (t < rows) & (n < N)[None, :]
     if PLUS:
@@ -177,12 +206,14 @@ def skinny(
     eps: float = 0.0,
     plus: torch.Tensor | None = None,
     gated: bool = False,
+    weight_scale: torch.Tensor | None = None,
     config: SkinnyConfig | None = None,
     pdl: bool | None = None,
 ) -> torch.Tensor:
     """out [T, n] = [silu of] [norm of] x [T, k] @ weight.T + bias [+ plus], T from 1 to 4, in a program that reads weights once.
 
     `gated`: weight [2n, k] and bias [2n] hold gate and up; out = silu(gate) * up. `out` may be `plus`.
+    `weight_scale`: of an e4m3 weight, as in `lockstep_kernels.fp8.Fp8Weight`; then n is a multiple of 128 if `gated`.
     """
     rows, k = x.shape
     n = out.shape[1]
@@ -192,6 +223,7 @@ def skinny(
     _skinny[(triton.cdiv(n, config.block_n),)](
         x,
         weight,
+        x if weight_scale is None else weight_scale,
         x if bias is None else bias,
         x if gain is None else gain,
         x if plus is None else plus,
@@ -205,6 +237,7 @@ def skinny(
         BLOCK_K=config.block_k,
         EVEN_N=n % config.block_n == 0,
         GATED=gated,
+        SCALES="none" if weight_scale is None else "blocks" if weight_scale.dim() == 2 else "rows",
         NORM=gain is not None,
         BIAS=bias is not None,
         PLUS=plus is not None,

@@ -13,9 +13,13 @@ class Layout(enum.Enum):
     ONEDNN = "onednn"  # an opaque tensor of oneDNN's, float32 or bfloat16
     HALF = "half"  # an opaque object of FBGEMM's: float16 weights, float32 in, sums and out
     CUBLAS = "cublas"  # a tensor [out, in] on CUDA; few rows go through an own kernel
-    TILES = (
-        "tiles"  # a tensor [out, in] on CUDA, multiplied in tiles of one shape: the same bits for every number of rows
-    )
+    TILES = "tiles"  # the same, always multiplied in tiles of one shape: equal bits for every number of rows
+    FP8 = "fp8"  # e4m3 [out, in] on CUDA, with `Packed.scale`; few rows go through an own kernel
+    FP8_TILES = "fp8 tiles"  # the same, always in tiles
+
+    @property
+    def on_cuda(self) -> bool:
+        return self in (Layout.CUBLAS, Layout.TILES, Layout.FP8, Layout.FP8_TILES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,7 @@ class Packed:
     layout: Layout
     dtype: torch.dtype
     prompt: Packed | None = None
+    scale: torch.Tensor | None = None  # float32, see `lockstep_kernels.fp8.Fp8Weight`
 
     @property
     def for_prompts(self) -> Packed:

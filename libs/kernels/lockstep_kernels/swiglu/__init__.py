@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep_kernels.linear import Packed, linear, pack
+from lockstep_kernels.fp8 import BLOCK, Fp8Weight
+from lockstep_kernels.linear import Packed, linear, pack, pack_fp8
 from lockstep_kernels.rms_norm import Norm, rms_norm
 
 
@@ -34,6 +35,18 @@ def pack_gate_up(
         return GateUp(pack(gate, gate_bias), pack(up, up_bias))
     bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
     return GateUp(pack(torch.cat((gate, up)), bias, deterministic=deterministic), None)
+
+
+def pack_gate_up_fp8(gate: Fp8Weight, up: Fp8Weight, dtype: torch.dtype, *, deterministic: bool = False) -> GateUp:
+    """Weights [i, d] of 8 bits without biases, for operands of `dtype`; i a multiple of 128 on CUDA if scales belong to blocks."""
+    if gate.values.shape != up.values.shape or gate.blocks != up.blocks:
+        raise ValueError("gate and up are not quantised alike")
+    if not gate.values.is_cuda:
+        return GateUp(pack_fp8(gate, None, dtype), pack_fp8(up, None, dtype))
+    if gate.blocks and gate.values.shape[0] % BLOCK:
+        raise ValueError(f"gate has {gate.values.shape[0]} rows, expected a multiple of {BLOCK}")
+    both = Fp8Weight(torch.cat((gate.values, up.values)), torch.cat((gate.scale, up.scale)))
+    return GateUp(pack_fp8(both, None, dtype, deterministic=deterministic), None)
 
 
 def swiglu(x: torch.Tensor, weight: GateUp, *, norm: Norm | None = None) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 from lockstep_worker.inputs import StepInputs
 from lockstep_worker.kv import KvCache, KvSpec
 from lockstep_worker.models import deepseek, glm4_moe, llama, mixtral, qwen3_moe
+from lockstep_worker.quantisation import read_quantisation
 from lockstep_worker.weights import Checkpoint, ConfigFile, DummyCheckpoint, Progress, SafetensorsCheckpoint
 
 __all__ = ["ARCHITECTURES", "Model", "load_model"]
@@ -77,8 +78,7 @@ def load_model(
     loader = ARCHITECTURES.get(names[0])
     if loader is None:
         raise config.error("architectures", f"names {names[0]!r}, which is not one of {', '.join(ARCHITECTURES)}")
-    if config.get("quantization_config") is not None:
-        raise config.error("quantization_config", "is set: quantised weights are not supported")
-    with DummyCheckpoint(device) if dummy_weights else SafetensorsCheckpoint(path, device) as checkpoint:
+    fp8 = read_quantisation(config) is not None
+    with DummyCheckpoint(device, fp8=fp8) if dummy_weights else SafetensorsCheckpoint(path, device) as checkpoint:
         report: Progress = lambda share: progress(share, checkpoint.bytes_taken)  # noqa: E731
         return loader(config, checkpoint, dtype, device, deterministic, report)

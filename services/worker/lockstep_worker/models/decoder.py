@@ -12,15 +12,18 @@ from typing import Any, Protocol
 
 import torch
 
+from lockstep_common.errors import ConfigError
 from lockstep_common.steps import Kind
 from lockstep_kernels import rope
 from lockstep_kernels.attention import PagedBatch, Prepared, attention, prepare
-from lockstep_kernels.linear import Packed, linear, pack
+from lockstep_kernels.fp8 import BLOCK, E4M3, Fp8Weight, dequantise
+from lockstep_kernels.linear import Packed, linear, pack, pack_fp8
 from lockstep_kernels.rms_norm import Norm, rms_norm
-from lockstep_kernels.swiglu import GateUp, pack_gate_up, swiglu
+from lockstep_kernels.swiglu import GateUp, pack_gate_up, pack_gate_up_fp8, swiglu
 from lockstep_worker.inputs import StepInputs
 from lockstep_worker.kv import KvCache, KvSpec
 from lockstep_worker.models.layers import Rope, check_full_attention, config_hash, padded_rows, read_rope
+from lockstep_worker.quantisation import Scales, read_quantisation
 from lockstep_worker.weights import Checkpoint, ConfigFile, Progress
 
 IGNORED = (".rotary_emb.inv_freq",)  # stored by old checkpoints, follows from the config
@@ -149,19 +152,32 @@ class Layer:
 
 
 class WeightSource:
-    """The tensors of a checkpoint on the device, as ops take them."""
+    """The tensors of a checkpoint on the device, as ops take them.
+
+    Weights of 8 bits stay so where products take them (`linear`, `gate_up`); where a plain tensor is asked for, it is the one
+    that values and scales stand for.
+    """
 
     def __init__(
-        self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, eps: float, deterministic: bool
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        eps: float,
+        deterministic: bool,
+        scales: Scales | None,
     ) -> None:
         self.checkpoint = checkpoint
         self.deterministic = deterministic
         self.dtype = dtype
         self.device = device
         self._eps = eps
+        self._scales = scales
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """As it is stored, in the model's dtype unless another is asked for."""
+        """In the model's dtype unless another is asked for."""
+        if self.checkpoint.quantised(name):
+            return dequantise(self._fp8(name, *shape), dtype or self.dtype)
         return self.checkpoint.take(name, shape, dtype or self.dtype).to(self.device)
 
     def norm(self, name: str, size: int) -> Norm:
@@ -170,14 +186,22 @@ class WeightSource:
 
     def linear(self, names: Sequence[str], sizes: Sequence[int], in_features: int, *, bias: bool = False) -> Packed:
         """Products of one operand as one: `names`[i].weight [sizes[i], in_features], and biases."""
-        weights = [self.tensor(f"{n}.weight", size, in_features) for n, size in zip(names, sizes, strict=True)]
         biases = self._bias(names, sizes) if bias else None
+        if self._are_fp8(names, sizes):
+            parts = [self._fp8(f"{n}.weight", size, in_features) for n, size in zip(names, sizes, strict=True)]
+            both = Fp8Weight(_joined([part.values for part in parts]), _joined([part.scale for part in parts]))
+            return pack_fp8(both, biases, self.dtype, deterministic=self.deterministic)
+        weights = [self.tensor(f"{n}.weight", size, in_features) for n, size in zip(names, sizes, strict=True)]
         return pack(_joined(weights), biases, deterministic=self.deterministic)
 
     def gate_up(self, prefix: str, size: int, in_features: int, *, bias: bool = False) -> GateUp:
         """`prefix`gate_proj and `prefix`up_proj [size, in_features]."""
-        gate, up = (self.tensor(f"{prefix}{n}_proj.weight", size, in_features) for n in ("gate", "up"))
-        biases = (self._bias([f"{prefix}{n}_proj"], [size]) for n in ("gate", "up")) if bias else ()
+        names = [f"{prefix}{n}_proj" for n in ("gate", "up")]
+        if not bias and self._are_fp8(names, [size, size]):
+            gate8, up8 = (self._fp8(f"{n}.weight", size, in_features) for n in names)
+            return pack_gate_up_fp8(gate8, up8, self.dtype, deterministic=self.deterministic)
+        gate, up = (self.tensor(f"{n}.weight", size, in_features) for n in names)
+        biases = (self._bias([n], [size]) for n in names) if bias else ()
         return pack_gate_up(gate, up, *biases, deterministic=self.deterministic)
 
     def mlp(self, norm: str, prefix: str, hidden: int, size: int, *, bias: bool = False) -> GatedMlp:
@@ -199,6 +223,20 @@ class WeightSource:
             q, k = (self.norm(f"{attention}{x}_norm", c.head_dim).gain for x in "qk")
             head_norm = Norm(torch.cat((q.expand(c.heads, -1), k.expand(c.kv_heads, -1))), c.eps)
         return AttentionWeights(self.norm(f"{prefix}input_layernorm", c.hidden), qkv, out, head_norm)
+
+    def _are_fp8(self, names: Sequence[str], sizes: Sequence[int]) -> bool:
+        """Whether these products can be one of 8 bits: all are, and no block of scales would hold rows of two of them."""
+        whole = self._scales is not Scales.BLOCKS or all(size % BLOCK == 0 for size in sizes[:-1])
+        return whole and all(self.checkpoint.quantised(f"{name}.weight") for name in names)
+
+    def _fp8(self, name: str, rows: int, columns: int) -> Fp8Weight:
+        if self._scales is None:
+            raise ConfigError(f"tensor {name} is of 8 bits, but config.json has no quantization_config", param=name)
+        values = self.checkpoint.take(name, (rows, columns), E4M3).to(self.device)
+        blocks = self._scales is Scales.BLOCKS
+        shape = (-(-rows // BLOCK), -(-columns // BLOCK)) if blocks else (rows, 1)
+        scale = self.checkpoint.take(f"{name.removesuffix('weight')}{self._scales.value}", shape, torch.float32)
+        return Fp8Weight(values, (scale if blocks else scale.view(-1)).to(self.device))
 
     def _bias(self, names: Sequence[str], sizes: Sequence[int]) -> torch.Tensor:
         return _joined([self.tensor(f"{name}.bias", size) for name, size in zip(names, sizes, strict=True)])
@@ -361,7 +399,7 @@ def load_decoder(
     `feed_forward(weights, i, prefix)` loads the second half of layer i, whose tensors' names begin with `prefix`, its norm
     included. `ignored`: endings of names that are no fault if nothing takes them.
     """
-    weights = WeightSource(checkpoint, dtype, device, c.eps, deterministic)
+    weights = WeightSource(checkpoint, dtype, device, c.eps, deterministic, read_quantisation(config))
     steps = c.layers + 2
     embedding = weights.tensor("model.embed_tokens.weight", c.vocab_size, c.hidden)
     progress(1 / steps)

@@ -1,0 +1,134 @@
+"""Checkpoints of 8-bit weights against transformers' model of the weights that they stand for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from lockstep_common.errors import ConfigError
+from lockstep_common.steps import Kind
+from lockstep_kernels.fp8 import BLOCK, E4M3, Fp8Weight, dequantise
+from lockstep_worker.models import Model, load_model
+from lockstep_worker.quantisation import read_quantisation
+from lockstep_worker.weights import CONFIG, SINGLE, ConfigFile
+from tests.kernels.sequences import EVERY, Sequences
+
+BLOCKS: dict[str, Any] = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+GROUP: dict[str, Any] = {
+    "targets": ["Linear"],
+    "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
+    "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True},
+}
+ROWS: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {"group_0": GROUP},
+    "ignore": ["lm_head"],
+}
+TOKENS = 21
+
+
+def quantised(weight: torch.Tensor, blocks: bool) -> Fp8Weight:
+    """The largest number of each block or row becomes the largest of e4m3."""
+    n, k = weight.shape
+    if not blocks:
+        scale = weight.abs().amax(1) / 448
+        return Fp8Weight((weight / scale[:, None]).to(E4M3), scale)
+    padded = torch.nn.functional.pad(weight, (0, -k % BLOCK, 0, -n % BLOCK))
+    tiles = padded.view(-(-n // BLOCK), BLOCK, -(-k // BLOCK), BLOCK)
+    scale = tiles.abs().amax((1, 3)) / 448
+    values = (tiles / scale[:, None, :, None]).view(padded.shape)[:n, :k]
+    return Fp8Weight(values.contiguous().to(E4M3), scale)
+
+
+@pytest.fixture(params=["blocks", "rows"])
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Path]:
+    """transformers' model of the dequantised weights, and the directory of the quantised ones."""
+    blocks = request.param == "blocks"
+    config = transformers.Qwen3Config(
+        vocab_size=257, hidden_size=192, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=48, max_position_embeddings=128, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model: Any = transformers.Qwen3ForCausalLM(config)
+    model.eval()
+    tensors = {}
+    for name, parameter in model.state_dict().items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = parameter
+            continue
+        weight = quantised(parameter * 4, blocks)
+        tensors[name] = weight.values
+        suffix = "weight_scale_inv" if blocks else "weight_scale"
+        tensors[name.removesuffix("weight") + suffix] = weight.scale if blocks else weight.scale[:, None].contiguous()
+        parameter.copy_(dequantise(weight, torch.float32))
+    save_file(tensors, str(tmp_path / SINGLE))
+    fields = config.to_dict() | {"quantization_config": BLOCKS if blocks else ROWS}
+    (tmp_path / CONFIG).write_text(json.dumps(fields | {"architectures": ["Qwen3ForCausalLM"]}))
+    return model, tmp_path
+
+
+def load(path: Path, **options: Any) -> Model:
+    return load_model(path, dtype=torch.float32, device=torch.device("cpu"), deterministic=True, **options)
+
+
+def test_logits(pair: tuple[Any, Path]) -> None:
+    oracle, path = pair
+    tokens = torch.randint(2, 257, (TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
+    with torch.no_grad():
+        want = oracle(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+    got = Sequences(load(path), [tokens]).run(Kind.PREFILL, [(0, 0, TOKENS)], wanted=EVERY)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+
+def test_random_weights_of_8_bits(pair: tuple[Any, Path]) -> None:
+    (pair[1] / SINGLE).unlink()
+    model = load(pair[1], dummy_weights=True)
+    logits = Sequences(model, [[1, 2, 3]]).run(Kind.PREFILL, [(0, 0, 3)], wanted=EVERY)
+    assert bool(logits.isfinite().all()) and logits.std() > 0
+
+
+def test_weights_of_8_bits_without_a_word_in_the_config_are_refused(pair: tuple[Any, Path]) -> None:
+    file = pair[1] / CONFIG
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": None}))
+    with pytest.raises(ConfigError, match=r"q_proj\.weight is of 8 bits, but config\.json has no quantization_config"):
+        load(pair[1])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ("int8", "quantization_config is 'int8', expected an object"),
+        (
+            {"quant_method": "gptq"},
+            "quantization_config.quant_method is 'gptq', which is not one of fp8, compressed-te",
+        ),
+        ({"quant_method": "fp8"}, "quantization_config.weight_block_size is None, only .128, 128. is supported"),
+        (BLOCKS | {"activation_scheme": "static"}, "quantization_config.activation_scheme is 'static', only"),
+        (ROWS | {"format": "pack-quantized"}, "quantization_config.format is 'pack-quantized', only 'float-quantized'"),
+        (ROWS | {"config_groups": {}}, "quantization_config.config_groups is {}, expected groups of layers"),
+        (
+            ROWS | {"config_groups": {"a": GROUP | {"input_activations": None}}},
+            "quantization_config.config_groups.a.input_activations is None, expected an object",
+        ),
+        (
+            ROWS | {"config_groups": {"a": GROUP | {"weights": GROUP["weights"] | {"strategy": "tensor"}}}},
+            "quantization_config.config_groups.a.weights.strategy is 'tensor', only 'channel' is supported",
+        ),
+    ],
+)
+def test_other_quantised_checkpoints_are_refused_by_name(fields: Any, message: str, tmp_path: Path) -> None:
+    (tmp_path / CONFIG).write_text(json.dumps({"quantization_config": fields}))
+    with pytest.raises(ConfigError, match=message):
+        read_quantisation(ConfigFile(tmp_path))

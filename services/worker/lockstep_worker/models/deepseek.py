@@ -15,7 +15,7 @@ from lockstep_common.steps import Kind
 from lockstep_kernels import mla
 from lockstep_kernels.linear import Packed, linear, pack
 from lockstep_kernels.rms_norm import Norm, rms_norm
-from lockstep_worker.experts import Routing, load_expert_mlp
+from lockstep_worker.experts import Routing, load_expert_mlp, read_routing
 from lockstep_worker.inputs import StepInputs
 from lockstep_worker.kv import KvCache, KvSpec
 from lockstep_worker.models.decoder import (
@@ -26,7 +26,7 @@ from lockstep_worker.models.decoder import (
     load_decoder,
     read_decoder,
 )
-from lockstep_worker.models.layers import Rope, yarn_mscale
+from lockstep_worker.models.layers import Rope, further_layers, yarn_mscale
 from lockstep_worker.weights import Checkpoint, ConfigFile, Progress
 
 LATENT_EPS: Final = 1e-6  # of the norms within attention, whatever rms_norm_eps is
@@ -79,42 +79,28 @@ def read_config(config: ConfigFile) -> DeepseekConfig:
         interleaved=config.flag("rope_interleave", True) if third else True,
         routing=_read_routing(config, third),
         expert_intermediate=config.integer("moe_intermediate_size"),
-        shared_experts=_count(config, "n_shared_experts"),
-        dense_layers=_count(config, "first_k_dense_replace"),
+        shared_experts=config.count("n_shared_experts", 0),
+        dense_layers=config.count("first_k_dense_replace", 0),
     )
 
 
 def _read_routing(config: ConfigFile, third: bool) -> Routing:
     """V3: sigmoid scores, chosen by score + correction, groups by the sum of their two best. V2: softmax, groups by their best."""
-    scoring: Literal["softmax", "sigmoid"] = "sigmoid" if third else "softmax"
     methods = ("noaux_tc",) if third else ("greedy", "group_limited_greedy")
     method = config.get("topk_method") or methods[0]
     if method not in methods:
         raise config.error("topk_method", f"is {method!r}, expected {' or '.join(methods)}")
+    scoring: Literal["softmax", "sigmoid"] = "sigmoid" if third else "softmax"
     if (found := config.get("scoring_func") or scoring) != scoring:
         raise config.error("scoring_func", f"is {found!r}, expected {scoring!r}")
-    experts, top_k = config.integer("n_routed_experts"), config.integer("num_experts_per_tok")
-    groups, top_groups = 1, 1
-    if method != "greedy":
-        groups, top_groups = config.integer("n_group", 1), config.integer("topk_group", 1)
-    if experts % groups:
-        raise config.error("n_group", f"is {groups}, which does not divide {experts} experts")
-    if top_groups > groups:
-        raise config.error("topk_group", f"is {top_groups}, more than the {groups} groups")
-    if top_k > experts // groups * top_groups:
-        raise config.error("num_experts_per_tok", f"is {top_k}, more than the experts of {top_groups} groups")
-    if third and groups > 1 and experts // groups < 2:
-        raise config.error("n_group", f"is {groups}: groups of one expert have no two best")
     renormalise = config.flag("norm_topk_prob", third)
     scale = config.number("routed_scaling_factor", 1.0)
     if renormalise and not third:
         scale = 1.0  # V2 scales only what it does not renormalise
-    return Routing(experts, top_k, scoring, renormalise, scale, groups, top_groups, "top2" if third else "max")
-
-
-def _count(config: ConfigFile, field: str) -> int:
-    """An integer that may be 0, which a missing one is."""
-    return 0 if config.get(field) in (None, 0) else config.integer(field)
+    group_score: Literal["max", "top2"] | None = "top2" if third else "max" if method != "greedy" else None
+    return read_routing(
+        config, "n_routed_experts", scoring=scoring, renormalise=renormalise, scale=scale, group_score=group_score
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +183,7 @@ class Deepseek(Decoder):
         assert isinstance(half, LatentAttention)
         device = half.expansion.weight.device
         self._expansion = half.expansion
+        del self._tables  # of another form than latent attention takes
         self._angles = latent_tables(config.rope, config.max_positions, config.head_dim, device)
         self.generated_reusable = self.generated_reusable and device.type == "cpu"
 
@@ -229,7 +216,6 @@ def load(
         norm, mlp = f"{prefix}post_attention_layernorm", f"{prefix}mlp."
         if i < c.dense_layers:
             return weights.mlp(norm, mlp, c.hidden, c.intermediate)
-
         return load_expert_mlp(
             weights,
             norm,
@@ -256,7 +242,7 @@ def load(
         attention=attention,
         make=Deepseek,
         routed_experts=c.dense_layers < c.layers,
-        ignored=_further_layers(config, checkpoint, c),
+        ignored=further_layers(config, checkpoint, c.layers),
     )
 
 
@@ -268,7 +254,7 @@ def _load_attention(c: DeepseekConfig, weights: WeightSource, prefix: str) -> La
     if c.qkv_bias and c.q_rank is None:  # a bias on the latents only
         weight = torch.cat([weights.tensor(f"{n}.weight", s, c.hidden) for n, s in zip(names, sizes, strict=True)])
         bias = torch.nn.functional.pad(weights.tensor(f"{names[1]}.bias", latent_size), (size, 0))
-        qkv = pack(weight, bias)
+        qkv = pack(weight, bias, deterministic=weights.deterministic)
     else:
         qkv = weights.linear(names, sizes, c.hidden, bias=c.qkv_bias)
     q_norm = q = None
@@ -285,10 +271,3 @@ def _load_attention(c: DeepseekConfig, weights: WeightSource, prefix: str) -> La
         mla.pack(expansion, c.heads, c.nope),
         weights.linear([f"{attention}o_proj"], [c.hidden], c.heads * c.value, bias=c.out_bias),
     )
-
-
-def _further_layers(config: ConfigFile, checkpoint: Checkpoint, c: DeepseekConfig) -> tuple[str, ...]:
-    """Names of the layers that predict further tokens, which V3 checkpoints hold after the model's own: not used here."""
-    count = _count(config, "num_nextn_predict_layers")
-    prefixes = tuple(f"model.layers.{c.layers + i}." for i in range(count))
-    return tuple(name for name, _, _ in checkpoint.headers() if prefixes and name.startswith(prefixes))

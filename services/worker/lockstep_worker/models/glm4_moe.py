@@ -6,6 +6,7 @@ import torch
 
 from lockstep_worker.experts import load_expert_mlp, read_routing
 from lockstep_worker.models.decoder import Decoder, FeedForward, WeightSource, load_decoder, read_decoder
+from lockstep_worker.models.layers import further_layers
 from lockstep_worker.weights import Checkpoint, ConfigFile, Progress
 
 
@@ -53,11 +54,5 @@ def load(
         progress,
         feed_forward,
         routed_experts=dense_layers < c.layers,
-        ignored=_further_layers(config, checkpoint, c.layers),
+        ignored=further_layers(config, checkpoint, c.layers),
     )
-
-
-def _further_layers(config: ConfigFile, checkpoint: Checkpoint, layers: int) -> tuple[str, ...]:
-    """Names of the layers after the model's own that predict further tokens: they are not used here."""
-    prefixes = tuple(f"model.layers.{layers + i}." for i in range(config.count("num_nextn_predict_layers", 0)))
-    return tuple(name for name, _, _ in checkpoint.headers() if prefixes and name.startswith(prefixes))

@@ -197,3 +197,9 @@ def check_full_attention(config: ConfigFile, max_model_len: int) -> None:
     window = config.integer("sliding_window")
     if window < max_model_len:
         raise config.error("sliding_window", f"is {window}, less than the {max_model_len} positions: not supported")
+
+
+def further_layers(config: ConfigFile, checkpoint: Checkpoint, layers: int) -> tuple[str, ...]:
+    """Names of the layers after the model's own `layers` that predict further tokens: they are not used here."""
+    prefixes = tuple(f"model.layers.{layers + i}." for i in range(config.count("num_nextn_predict_layers", 0)))
+    return tuple(name for name, _, _ in checkpoint.headers() if prefixes and name.startswith(prefixes))

@@ -185,9 +185,10 @@ async def test_a_profile_needs_steps_and_is_taken_one_at_a_time(model: Path) -> 
         address = s.workers[0].address
         with pytest.raises(DeadlineExceeded, match="while requests run"):
             await record_profile(address, 4, timeout_s=0.3)
+        stopped: list[bool] = []
         async with s.session() as session:
             load = asyncio.create_task(Bench(session).seconds(Workload("w", 2, 8, 120)))
-            first = asyncio.create_task(record_profile(address, 20))
+            first = asyncio.create_task(record_profile(address, 20, recorded=lambda: stopped.append(True)))
             await asyncio.sleep(0.05)
             with pytest.raises(Conflict, match="already"):
                 await record_profile(address, 1)
@@ -195,5 +196,6 @@ async def test_a_profile_needs_steps_and_is_taken_one_at_a_time(model: Path) -> 
             await load
         assert trace.steps >= 20
         events = json.loads(gzip.decompress(trace.data))["traceEvents"]
+        assert stopped == [True]
         steps = [e for e in events if e.get("cat") == "lockstep" and e["tid"] == 2 and e["ph"] == "X"]
         assert len(steps) >= 18 and all(4000 < e["dur"] < 60_000 for e in steps[1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
@@ -108,21 +109,29 @@ class Trace:
 
 
 async def record_profile(
-    worker: str, steps: int, *, timeout_s: float = 60.0, security: rpc.Security = rpc.PLAIN
+    worker: str,
+    steps: int,
+    *,
+    timeout_s: float = 60.0,
+    security: rpc.Security = rpc.PLAIN,
+    recorded: Callable[[], None] = lambda: None,
 ) -> Trace:
     """Records the next `steps` steps of the worker at `host:port`, or those that run within `timeout_s`.
 
+    `recorded` is called when the steps have run; the trace comes some time later.
     LockstepError if none runs, another recording is under way, or the worker does not answer.
     """
     request = worker_pb2.ProfileRequest(steps=steps, timeout_ms=int(timeout_s * 1000))
     pieces: list[bytes] = []
-    recorded = 0
+    count = 0
     async with rpc.open_channel(worker, security) as channel:
         call = worker_pb2_grpc.WorkerStub(channel).Profile(request, metadata=rpc.call_metadata(security))
         try:
             async for piece in call:
-                recorded = piece.steps
+                count = piece.steps
                 pieces.append(piece.data)
+                if not piece.data:
+                    recorded()
         except grpc.RpcError as error:
             raise rpc.from_rpc_error(error, f"worker {worker}") from error
-    return Trace(recorded, b"".join(pieces))
+    return Trace(count, b"".join(pieces))

@@ -151,24 +151,25 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
     async def Profile(
         self, request: worker_pb2.ProfileRequest, context: Context
     ) -> AsyncIterator[worker_pb2.ProfilePiece]:
-        try:
-            if self._recording.locked():
-                raise Conflict("a profile is being recorded already; wait until it is done")
-            async with self._recording:
-                steps, trace = await self._record(
-                    max(1, request.steps), (request.timeout_ms or _DEFAULT_PROFILE_MS) / 1000
-                )
-        except LockstepError as error:
-            await rpc.abort(context, error)
-        for start in range(0, len(trace), _PIECE_BYTES):
-            yield worker_pb2.ProfilePiece(steps=steps, data=trace[start : start + _PIECE_BYTES])
+        if self._recording.locked():
+            await rpc.abort(context, Conflict("a profile is being recorded already; wait until it is done"))
+        async with self._recording:
+            recording = Recording(self._driver.timeline)
+            timeout_s = (request.timeout_ms or _DEFAULT_PROFILE_MS) / 1000
+            try:
+                steps = await self._record(recording, max(1, request.steps), timeout_s)
+            except LockstepError as error:
+                await rpc.abort(context, error)
+            yield worker_pb2.ProfilePiece(steps=steps)
+            trace = await asyncio.to_thread(recording.trace)
+            for start in range(0, len(trace), _PIECE_BYTES):
+                yield worker_pb2.ProfilePiece(steps=steps, data=trace[start : start + _PIECE_BYTES])
 
-    async def _record(self, steps: int, timeout_s: float) -> tuple[int, bytes]:
-        """(steps that ran, their trace). The profiler is switched on and off by the thread that runs the steps."""
+    async def _record(self, recording: Recording, steps: int, timeout_s: float) -> int:
+        """The steps that ran meanwhile. The profiler is switched on and off by the thread that runs the steps."""
         driver = self._driver
         if driver.state != State.READY:
             raise Unavailable("this worker is in no group, so it runs no steps to record")
-        recording = Recording(driver.timeline)
         try:
             await asyncio.wrap_future(driver.between_plans(recording.start, "starting a profile"))
             before, deadline = driver.steps, time.monotonic() + timeout_s
@@ -178,7 +179,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
             await asyncio.shield(asyncio.wrap_future(driver.between_plans(recording.stop, "stopping a profile")))
         if driver.steps == before:
             raise DeadlineExceeded(f"no step ran within {timeout_s:g} s: profile while requests run")
-        return driver.steps - before, await asyncio.to_thread(recording.trace)
+        return driver.steps - before
 
     async def Steps(self, request_iterator: AsyncIterator[worker_pb2.Plan], context: Context) -> None:  # type: ignore[override]
         stream = _Stream()

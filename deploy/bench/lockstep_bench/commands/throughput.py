@@ -17,6 +17,7 @@ from lockstep_bench.engine import Engine, Settings
 from lockstep_bench.results import Results
 from lockstep_bench.throughput import Bench
 from lockstep_bench.workloads import STANDARD, WORKLOADS, Workload, parse
+from lockstep_cli.client import record_profile
 from lockstep_common.errors import ConfigError, LockstepError
 
 _KEPT = (
@@ -152,25 +153,26 @@ async def _cells(
             if started and before:
                 row["counters"] = (await started.counters()).since(before)
             results.add(row)
-            if started and args.profile:
-                await _profile(args, bench, work, started)
         except LockstepError as error:
             log(f"{session.model} {work.name}: {error.message}")
             if started:
                 started.fleet.check()
+    if started and args.profile:  # when nothing is timed any more: a profiler that was on once slows every launch
+        for work in works:
+            await _profile(args, bench, work, started)
 
 
 async def _profile(args: argparse.Namespace, bench: Bench, work: Workload, started: Engine) -> None:
-    """Runs the workload once more and keeps a trace of some of its steps."""
-    from lockstep_cli.client import record_profile
-
-    recording = asyncio.create_task(record_profile(started.workers[0], args.profile_steps))
-    await asyncio.sleep(0)
-    again = asyncio.create_task(bench.seconds(work))
+    """Runs the workload again, and again if it is short, until enough steps are recorded."""
+    over = asyncio.Event()
+    recording = asyncio.create_task(record_profile(started.workers[0], args.profile_steps, recorded=over.set))
+    recording.add_done_callback(lambda _: over.set())
     try:
+        while not over.is_set():
+            await bench.seconds(work)
         trace = await recording
     finally:
-        await again
+        recording.cancel()
     args.profile.mkdir(parents=True, exist_ok=True)
     path = args.profile / f"{started.session.model}-{work.name}.json.gz"
     path.write_bytes(trace.data)

@@ -16,7 +16,7 @@ FLAGS = {
     ("lockstep_scheduler.config", "SchedulerConfig"): f"""{SERVICE}
         advertise workers shard_id lockstep max_num_seqs max_model_len max_num_batched_tokens max_waiting vote_interval_ms
         prefill_attempt_interval prefill_any_attempt_interval max_window max_prefill_tokens_per_point watermark
-        worker_timeout load_timeout session_grace redis_url ledger_ttl model""",
+        enable_prefix_caching worker_timeout load_timeout session_grace redis_url ledger_ttl model""",
     ("lockstep_worker.config", "WorkerConfig"): f"""{SERVICE}
         model served_model_name dtype device max_num_seqs max_model_len max_num_batched_tokens block_size
         kv_cache_memory_gb deterministic threads seed collective_deadline_s reform_timeout_s null_step_ms null_vocab_size

@@ -92,3 +92,19 @@ def test_slots_beyond_two_to_the_31_elements() -> None:
     assert torch.equal(cache[-1, 1, :, -1], qkv[0, 40:])
     assert torch.equal(cache[1, 1, :, 0], qkv[1, 40:])
     assert int((cache != 0).any(-1).sum()) == 2 * 2 * 8
+
+
+def test_what_a_cache_of_8_bits_keeps_is_divided_by_its_scale() -> None:
+    queries, keys, width = 3, 2, 16
+    qkv = randn(2, queries + 2 * keys, width, dtype=torch.bfloat16)
+    plain = poisoned(3, 2, keys, 16, width)
+    cache = torch.zeros(3, 2, keys, 16, width, dtype=torch.float8_e4m3fn, device=DEVICE)
+    scale = torch.tensor([[0.02, 0.5], [0.1, 0.03]], device=DEVICE)
+    slots, positions = torch.tensor([17, 40], device=DEVICE), torch.tensor([5, 6], device=DEVICE)
+    cos, sin = (table.float().to(DEVICE) for table in angles(width))
+    kernel.rotate_and_store_(qkv.clone(), plain, cos, sin, positions, slots, None, 0.0)
+    kernel.rotate_and_store_(qkv, cache, cos, sin, positions, slots, None, 0.0, kv_scale=scale)
+    for slot in slots.tolist():
+        block, offset = divmod(slot, 16)
+        got = cache[block, :, :, offset].float() * scale[..., None]
+        torch.testing.assert_close(got, plain[block, :, :, offset], rtol=2**-4, atol=2**-9)

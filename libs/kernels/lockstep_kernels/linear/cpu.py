@@ -46,7 +46,8 @@ def _onednn(weight: torch.Tensor, bias: torch.Tensor | None) -> Packed | None:
     if not _onednn_has(weight.dtype):
         return None
     reordered = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_ROWS)
-    return Packed(reordered, bias, *weight.shape, Layout.ONEDNN, weight.dtype)
+    out_features, in_features = weight.shape
+    return Packed(reordered, bias, out_features, in_features, Layout.ONEDNN, weight.dtype)
 
 
 def onednn_linear(

@@ -60,12 +60,20 @@ def prepare(
     return Prepared(cos, sin, kv_rows(slots, kv_heads, block_size), positions)
 
 
-def rotate_and_store_(qkv: torch.Tensor, cache: torch.Tensor, prepared: Prepared, norm: Norm | None = None) -> None:
+def rotate_and_store_(
+    qkv: torch.Tensor,
+    cache: torch.Tensor,
+    prepared: Prepared,
+    norm: Norm | None = None,
+    *,
+    kv_scale: torch.Tensor | None = None,
+) -> None:
     """Turns the products q, k, v of a pass into what attention reads.
 
     qkv [R, H + 2h, d] contiguous: the query heads, key heads and value heads of R rows. Each query and key head is
     normalised if there is a `norm` (its gain [H + h, d]), then the first r of its d elements are rotated, in
     place; the keys and values of the first T rows are written to the cache [blocks, 2, h, block_size, d] contiguous.
+    kv_scale float32 [2, h], of keys and of values: what is written is divided by it (a cache of 8 bits, on CUDA).
     """
     kv_heads = cache.shape[2]
     heads, width = qkv.shape[1] - 2 * kv_heads, qkv.shape[2]
@@ -73,12 +81,17 @@ def rotate_and_store_(qkv: torch.Tensor, cache: torch.Tensor, prepared: Prepared
     check_shape("positions", prepared.positions, (qkv.shape[0],))
     if norm is not None:
         check_shape("gain", norm.gain, (heads + kv_heads, width))
+    if kv_scale is not None:
+        check_shape("kv_scale", kv_scale, (2, kv_heads))
     if qkv.is_cuda:
         from lockstep_kernels.rope import kernel
 
         gain, eps = norm if norm is not None else (None, 0.0)
-        kernel.rotate_and_store_(qkv, cache, prepared.cos, prepared.sin, prepared.positions, prepared.where, gain, eps)
+        p = prepared
+        kernel.rotate_and_store_(qkv, cache, p.cos, p.sin, p.positions, p.where, gain, eps, kv_scale=kv_scale)
         return
+    if kv_scale is not None:
+        raise ValueError(f"a cache with scales is not supported on {qkv.device.type}")
     rotated = qkv[:, : heads + kv_heads]
     if norm is not None:
         rotated.copy_(rms_norm(rotated, *norm))

@@ -23,12 +23,10 @@ def _gain(gain_ptr, head, rotated, WIDTH: tl.constexpr, first, d, inside):
 
 
 @triton.jit
-def _put(
-    qkv_row, cache_row, head, first, d, y, is_rotated, is_stored, QUERIES: tl.constexpr, WIDTH: tl.constexpr, stride
-):
+def _put(qkv_head, cache_head, d, y, is_rotated, is_stored, kv_scale):
     """Queries and keys go back where they came from, keys and values to their token's place in the cache."""
-    tl.store(qkv_row + head * WIDTH + first + d, y.to(qkv_row.dtype.element_ty), mask=is_rotated)
-    tl.store(cache_row + (head - QUERIES) * stride + first + d, y.to(cache_row.dtype.element_ty), mask=is_stored)
+    tl.store(qkv_head + d, y.to(qkv_head.dtype.element_ty), mask=is_rotated)
+    tl.store(cache_head + d, (y / kv_scale).to(cache_head.dtype.element_ty), mask=is_stored)
 
 
 @triton.jit(do_not_specialize=["block_size"])
@@ -40,6 +38,7 @@ def _rotate_and_store(
     positions_ptr,
     slots_ptr,
     gain_ptr,
+    kv_scale_ptr,
     eps,
     block_size,
     QUERIES: tl.constexpr,
@@ -50,6 +49,7 @@ def _rotate_and_store(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     NORM: tl.constexpr,
+    SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     release(PDL)
@@ -82,49 +82,17 @@ def _rotate_and_store(
         if BLOCK_REST:
             rest = rest * scale * _gain(gain_ptr, head, rotated, WIDTH, 2 * HALF, e, inside_rest)
     stride = block_size.to(tl.int64) * WIDTH
-    cache_row = cache_ptr + (slot // block_size) * (2 * KEYS) * stride + (slot % block_size) * WIDTH
     stored = head >= QUERIES
-    _put(
-        qkv_row,
-        cache_row,
-        head,
-        0,
-        d,
-        low * cos - high * sin,
-        inside & rotated,
-        inside & stored,
-        QUERIES,
-        WIDTH,
-        stride,
-    )
-    _put(
-        qkv_row,
-        cache_row,
-        head,
-        HALF,
-        d,
-        high * cos + low * sin,
-        inside & rotated,
-        inside & stored,
-        QUERIES,
-        WIDTH,
-        stride,
-    )
+    kv_scale = 1.0
+    if SCALED:
+        kv_scale = tl.load(kv_scale_ptr + head - QUERIES, mask=stored & (head < HEADS), other=1.0)
+    qkv_head = qkv_row + head * WIDTH
+    cache_head = cache_ptr + (slot // block_size * (2 * KEYS) + head - QUERIES) * stride + slot % block_size * WIDTH
+    _put(qkv_head, cache_head, d, low * cos - high * sin, inside & rotated, inside & stored, kv_scale)
+    _put(qkv_head + HALF, cache_head + HALF, d, high * cos + low * sin, inside & rotated, inside & stored, kv_scale)
     if BLOCK_REST:
         at = 2 * HALF
-        _put(
-            qkv_row,
-            cache_row,
-            head,
-            at,
-            e,
-            rest,
-            inside_rest & rotated & NORM,
-            inside_rest & stored,
-            QUERIES,
-            WIDTH,
-            stride,
-        )
+        _put(qkv_head + at, cache_head + at, e, rest, inside_rest & rotated & NORM, inside_rest & stored, kv_scale)
 
 
 def rotate_and_store_(
@@ -137,6 +105,7 @@ def rotate_and_store_(
     gain: torch.Tensor | None,
     eps: float,
     *,
+    kv_scale: torch.Tensor | None = None,
     pdl: bool | None = None,
 ) -> None:
     """See the public function; cos and sin float32 [all positions, r / 2]. Queries and keys change in place."""
@@ -156,6 +125,7 @@ def rotate_and_store_(
         positions,
         slots,
         cos if gain is None else gain,
+        cos if kv_scale is None else kv_scale,
         eps,
         block_size,
         QUERIES=heads - 2 * kv_heads,
@@ -166,6 +136,7 @@ def rotate_and_store_(
         BLOCK_HALF=block_half,
         BLOCK_REST=triton.next_power_of_2(rest) if rest else 0,
         NORM=gain is not None,
+        SCALED=kv_scale is not None,
         PDL=pdl,
         num_warps=max(1, min(4, BLOCK_HEADS * block_half // 256)),
         launch_pdl=pdl,

@@ -2,11 +2,12 @@
 
 What makes it so:
 - Keys are taken in tiles of TILE positions, counted from position 0. A query sees whole tiles: what lies beyond its own
-  position gets the score -inf, so the weight exactly 0, and the values read there are those of its sequence's last
-  position (finite whenever the sequence is), so the product adds exactly 0.
+  position gets the score -inf, so the weight exactly 0, and the values read there are finite whenever the sequence is (its
+  own, or zeros), so the product adds exactly 0.
 - A score is one product over the head's width. Softmax adds along a row in lanes that TILE is a multiple of, so a
   longer row of zero weights adds zeros to the same lanes.
-- Weights times values is one product of inner length TILE for each tile, added tile after tile.
+- Weights times values is one product of inner length INNER for every so many positions, added one after the other. MKL adds
+  along an inner length up to INNER in one order, so the last product may be shorter: zeros would add nothing.
 - Each product has a multiple of ROWS query rows. MKL's float32 kernels give a row the same bits for any such number and
   any number of threads; with fewer rows they do not.
 - Decode and prefill differ only in how many query rows meet how many tiles.
@@ -14,6 +15,7 @@ What makes it so:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,27 +24,30 @@ import torch
 from lockstep_kernels.attention.batch import PagedBatch
 
 TILE = 64
+INNER = 128
 ROWS = 4
+MOST_PARTS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """New tokens [first, first + count) of each sequence of a segment, against the first whole tiles of its positions.
+    """Some new tokens of each sequence of a segment, against the first whole tiles of its positions.
 
-    Everything is a view of the segment's workspaces, made once, as views in every layer would cost as much as the sums.
-    With N = kv_heads * sequences and a multiple of ROWS rows:
+    They come in parts: one for each of many sequences, or a few that share one sequence's keys. Everything is a view of the
+    segment's workspaces, made once, as views in every layer would cost as much as the sums. With N = kv_heads * parts and a
+    multiple of ROWS rows:
     """
 
-    first: int
-    count: int
+    first: int  # of the pass's tokens
+    shape: tuple[int, int, int, int, int]  # kv_heads, parts, tokens of a part, group, d
     mask: torch.Tensor  # float32 0 or -inf
     masked: torch.Tensor  # the scores that `mask` is added to
-    queries_in: torch.Tensor  # [kv_heads, sequences, count, group, d] of `queries`, whose other rows are padding
+    queries_in: torch.Tensor  # [shape] of `queries`, whose other rows are padding
     queries: torch.Tensor  # [N, rows, d] float32
     keys: torch.Tensor  # [N, d, keys]
     scores: torch.Tensor  # [N, rows, keys]
     weights: torch.Tensor  # [N, rows, keys]
-    products: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # weights and values of each tile of keys
+    products: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # weights and values of INNER positions each
     mixed: torch.Tensor  # [N, rows, d]
     mixed_out: torch.Tensor  # of `mixed` what `queries_in` is of `queries`
 
@@ -51,11 +56,12 @@ class Tile:
 class Segment:
     """Sequences that are computed together: many with one new token each, or one with any number."""
 
-    tokens: slice
-    shape: tuple[int, int, int, int, int]  # sequences, new tokens of each, kv_heads, group, d
-    rows: torch.Tensor  # which rows of the cache, of head_dim values each, are gathered
-    gathered: torch.Tensor  # workspace [rows, d] of the cache's dtype
-    wide: torch.Tensor  # the same in float32: keys then values, heads, sequences, positions
+    blocks: torch.Tensor  # which blocks of the cache are gathered, whole
+    gathered: torch.Tensor  # workspace [blocks, 2 * kv_heads * block_size * d] of the cache's dtype
+    arranged: torch.Tensor  # the same as [2 * kv_heads, parts, blocks of each, block_size * d]
+    wide: torch.Tensor  # workspace of that shape in float32
+    vectors: torch.Tensor  # the same, one row a key or value
+    unused: torch.Tensor  # which of `vectors` lie beyond the end of their sequence
     tiles: tuple[Tile, ...]
 
 
@@ -67,37 +73,36 @@ def prepare(batch: PagedBatch, group: int, kv_heads: int, head_dim: int, dtype: 
     segments = []
     first = 0
     for start, end in _runs(batch.query_lens):
-        sequences, new, lens = end - start, batch.query_lens[start], batch.seq_lens[start:end]
-        keys = _whole(max(lens), TILE)
-        rows = _cache_rows(batch.block_table[start:end], lens, keys, batch.block_size, kv_heads)
-        gathered = torch.empty(rows.numel(), head_dim, dtype=dtype)
-        wide = gathered if dtype == torch.float32 else torch.empty(gathered.shape)
-        shape = (sequences, new, kv_heads, group, head_dim)
-        spans = _decode_spans(lens, keys) if new == 1 else _prefill_spans(lens[0] - new, new, group)
-        tiles = _tiles(spans, shape, *wide.view(2, kv_heads * sequences, keys, head_dim))
-        segments.append(Segment(slice(first, first + sequences * new), shape, rows, gathered, wide, tiles))
-        first += sequences * new
+        new, lens, table = batch.query_lens[start], batch.seq_lens[start:end], batch.block_table[start:end]
+        parts = len(lens) if new == 1 else _parts(kv_heads)
+        segments.append(_segment(first, new, lens, table, batch.block_size, (kv_heads, parts, group, head_dim), dtype))
+        first += new * len(lens)
     return tuple(segments)
 
 
 def attention(q: torch.Tensor, cache: torch.Tensor, prepared: Prepared, scale: float, out: torch.Tensor) -> None:
     """See the public function."""
-    cache_rows = cache.view(-1, q.shape[-1])
+    blocks = cache.flatten(1)
     for segment in prepared:
-        torch.index_select(cache_rows, 0, segment.rows, out=segment.gathered)
-        if segment.wide is not segment.gathered:
-            segment.wide.copy_(segment.gathered)
-        queries = q[segment.tokens].view(segment.shape).permute(2, 0, 1, 3, 4)
-        results = out[segment.tokens].view(segment.shape).permute(2, 0, 1, 3, 4)
+        torch.index_select(blocks, 0, segment.blocks, out=segment.gathered)
+        segment.wide.copy_(segment.arranged)
+        segment.vectors.index_fill_(0, segment.unused, 0)
         for tile in segment.tiles:
-            part = slice(tile.first, tile.first + tile.count)
-            tile.queries_in.copy_(queries[:, :, part])
+            tile.queries_in.copy_(_of_tile(q, tile))
             _attend(tile, scale)
-            results[:, :, part].copy_(tile.mixed_out)
+            _of_tile(out, tile).copy_(tile.mixed_out)
+
+
+def _of_tile(x: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """The tokens of a tile in x, which has the heads of a token one after the other, as [tile.shape]; a view."""
+    _, _, count, group, width = tile.shape
+    token = x.stride(0)
+    strides = (group * width, count * token, token, width, 1)
+    return x.as_strided(tile.shape, strides, x.storage_offset() + tile.first * token)
 
 
 def _attend(tile: Tile, scale: float) -> None:
-    """tile.mixed = softmax(scale * queries . keys + mask) values, for each of the heads and sequences."""
+    """tile.mixed = softmax(scale * queries . keys + mask) values, for each of the heads and parts."""
     tile.scores.baddbmm_(tile.queries, tile.keys, beta=0, alpha=scale)
     tile.masked.add_(tile.mask)
     torch.softmax(tile.scores, -1, out=tile.weights)
@@ -116,72 +121,105 @@ def _runs(query_lens: tuple[int, ...]) -> Iterator[tuple[int, int]]:
             start = i
 
 
-def _cache_rows(table: torch.Tensor, lens: tuple[int, ...], keys: int, block_size: int, kv_heads: int) -> torch.Tensor:
-    """Which rows of a layer's cache hold (key or value, head, sequence, position), flat.
-
-    Positions beyond a sequence's length read its last position instead.
-    """
-    positions = torch.minimum(torch.arange(keys), torch.tensor(lens).sub_(1).unsqueeze(1))
-    columns = positions // block_size
-    heads = torch.arange(2 * kv_heads).view(-1, 1, 1)
-    blocks = table.gather(1, columns).mul_(2 * kv_heads)
-    return (blocks + heads).mul_(block_size).add_(positions - columns * block_size).flatten()
+def _parts(kv_heads: int) -> int:
+    """Into how many parts the queries of a prompt are cut, so that its heads make work for all threads alike."""
+    threads = torch.get_num_threads()
+    parts = threads // math.gcd(threads, kv_heads)
+    return parts if parts <= MOST_PARTS else 1
 
 
-_Span = tuple[int, int, int, torch.Tensor]  # first, count, keys and mask of a tile
+def _segment(
+    first: int,
+    new: int,
+    lens: tuple[int, ...],
+    table: torch.Tensor,
+    block_size: int,
+    heads: tuple[int, int, int, int],  # kv_heads, parts, group, d
+    dtype: torch.dtype,
+) -> Segment:
+    kv_heads, parts, _, head_dim = heads
+    sequences, ends = len(lens), torch.tensor(lens).unsqueeze(1)
+    keys = _whole(max(lens), max(TILE, block_size))
+    columns = torch.arange(0, keys, block_size)
+    columns = columns.where(columns < ends, 0)  # beyond its end a sequence reads its first block again
+    blocks = table.gather(1, columns // block_size).flatten()
+    gathered = torch.empty(blocks.numel(), 2 * kv_heads * block_size * head_dim, dtype=dtype)
+    arranged = gathered.view(sequences, -1, 2 * kv_heads, block_size * head_dim).permute(2, 0, 1, 3)
+    wide = torch.empty(2 * kv_heads, parts, keys // block_size, block_size * head_dim)
+    beyond = (columns.unsqueeze(-1) + torch.arange(block_size)).flatten(1) >= ends
+    return Segment(
+        blocks,
+        gathered,
+        arranged.expand(wide.shape),
+        wide,
+        wide.view(-1, head_dim),
+        beyond.expand(2 * kv_heads, parts, keys).flatten().nonzero().squeeze(1),
+        _tiles(
+            _decode_spans(lens, keys, first) if new == 1 else _prefill_spans(lens[0] - new, new, first, heads),
+            heads,
+            *wide.view(2, kv_heads, parts, keys, head_dim),
+        ),
+    )
 
 
-def _decode_spans(lens: tuple[int, ...], keys: int) -> list[_Span]:
+_Span = tuple[int, int, int, int, torch.Tensor]  # first token, parts, tokens of a part, keys and mask of a tile
+
+
+def _decode_spans(lens: tuple[int, ...], keys: int, first: int) -> list[_Span]:
     mask = torch.zeros(len(lens), 1, keys)
     mask.masked_fill_(torch.arange(keys) >= torch.tensor(lens).view(-1, 1, 1), -torch.inf)
-    return [(0, 1, keys, mask)]
+    return [(first, len(lens), 1, keys, mask)]
 
 
-def _prefill_spans(start: int, new: int, group: int) -> list[_Span]:
+def _prefill_spans(start: int, new: int, first: int, heads: tuple[int, int, int, int]) -> list[_Span]:
     """Queries [start, start + new) cut at multiples of TILE, so that only a tile's last keys can lie in its future."""
+    _, most_parts, group, _ = heads
     triangle = torch.full((TILE, TILE), -torch.inf).triu_(1).repeat_interleave(group, 0)
     spans = []
     position, end = start, start + new
     while position < end:
         base = position // TILE * TILE
         until = min(base + TILE, end)
-        rows = triangle[(position - base) * group : (until - base) * group]
-        mask = torch.zeros(_whole(rows.shape[0], ROWS), TILE)
-        mask[: rows.shape[0]] = rows
-        spans.append((position - start, until - position, base + TILE, mask))
+        parts = most_parts if (until - position) % most_parts == 0 else 1
+        count = (until - position) // parts
+        mask = torch.zeros(parts, _whole(count * group, ROWS), TILE)
+        mask[:, : count * group] = triangle[(position - base) * group : (until - base) * group].view(parts, -1, TILE)
+        spans.append((first + position - start, parts, count, base + TILE, mask))
         position = until
     return spans
 
 
 def _tiles(
-    spans: list[_Span], shape: tuple[int, int, int, int, int], keys: torch.Tensor, values: torch.Tensor
+    spans: list[_Span], heads: tuple[int, int, int, int], keys: torch.Tensor, values: torch.Tensor
 ) -> tuple[Tile, ...]:
     """The tiles of a segment; they run one after the other and so share their workspaces."""
-    sequences, _, kv_heads, group, head_dim = shape
-    batches = kv_heads * sequences
-    rows = [_whole(count * group, ROWS) for _, count, _, _ in spans]
-    most = max(n * seen for n, (_, _, seen, _) in zip(rows, spans, strict=True))
-    queries_space, mixed_space = torch.zeros(2, batches * max(rows) * head_dim)
-    scores_space, weights_space = torch.empty(2, batches * most)
+    kv_heads, _, group, head_dim = heads
+    sizes = [(kv_heads * parts, _whole(count * group, ROWS)) for _, parts, count, _, _ in spans]
+    queries_space, mixed_space = torch.zeros(2, max(n * rows for n, rows in sizes) * head_dim)
+    most = max(n * rows * seen for (n, rows), (_, _, _, seen, _) in zip(sizes, spans, strict=True))
+    scores_space, weights_space = torch.empty(2, most)
     tiles = []
-    for n, (first, count, seen, mask) in zip(rows, spans, strict=True):
-        queries, mixed = (s[: batches * n * head_dim].view(batches, n, -1) for s in (queries_space, mixed_space))
-        scores, weights = (s[: batches * n * seen].view(batches, n, -1) for s in (scores_space, weights_space))
-        inner = (kv_heads, sequences, count, group, head_dim)
+    for (n, rows), (first, parts, count, seen, mask) in zip(sizes, spans, strict=True):
+        queries, mixed = (s[: n * rows * head_dim].view(n, rows, -1) for s in (queries_space, mixed_space))
+        scores, weights = (s[: n * rows * seen].view(n, rows, -1) for s in (scores_space, weights_space))
+        own_keys, own_values = (x[:, :parts, :seen].view(n, seen, head_dim) for x in (keys, values))
+        shape = (kv_heads, parts, count, group, head_dim)
         tiles.append(
             Tile(
                 first,
-                count,
+                shape,
                 mask,
-                masked=scores.view(-1, *mask.shape[:-2], n, seen)[..., seen - mask.shape[-1] :],
-                queries_in=queries[:, : count * group].view(inner),
+                masked=scores.view(kv_heads, parts, rows, seen)[..., seen - mask.shape[-1] :],
+                queries_in=queries[:, : count * group].view(shape),
                 queries=queries,
-                keys=keys[:, :seen].transpose(1, 2),
+                keys=own_keys.transpose(1, 2),
                 scores=scores,
                 weights=weights,
-                products=tuple((weights[..., i : i + TILE], values[:, i : i + TILE]) for i in range(0, seen, TILE)),
+                products=tuple(
+                    (weights[..., i : i + INNER], own_values[:, i : i + INNER]) for i in range(0, seen, INNER)
+                ),
                 mixed=mixed,
-                mixed_out=mixed[:, : count * group].view(inner),
+                mixed_out=mixed[:, : count * group].view(shape),
             )
         )
     return tuple(tiles)

@@ -6,10 +6,12 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from lockstep_common.errors import ConfigError
+from lockstep_kernels.sampling import Feature
 from lockstep_worker.__main__ import choose_device, choose_dtype, load
 from lockstep_worker.collectives import CollectiveId, Recorder
 from lockstep_worker.collectives.watchdog import Watchdog
@@ -120,5 +122,6 @@ def test_null_device_runs_steps_back_to_back() -> None:
 def test_null_sampler_never_samples_a_stop_id() -> None:
     stop_ids = torch.tensor([[0, 0, 0], [1, 0, 2], [5, 6, 7], [-1, -1, -1]])
     positions = torch.zeros(4, dtype=torch.int64)
-    sampled = NullSampler().sample(torch.zeros(0), SamplingBatch(4, stop_ids), positions)
+    batch = SamplingBatch(4, np.arange(4), torch.arange(4), Feature.STOP_IDS, stop_ids)
+    sampled = NullSampler().sample(torch.zeros(0), batch, positions)
     assert sampled.tokens.tolist() == [1, 3, 0, 0]

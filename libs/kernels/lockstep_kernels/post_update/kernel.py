@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from lockstep_kernels import dependent
+from lockstep_kernels.dependent import release, wait
 from lockstep_kernels.post_update.state import RowState
 
 _ROWS = 256  # that are done at a time
@@ -36,7 +38,10 @@ def _finish(
     LENGTH_BIT: tl.constexpr,
     FAULT_BIT: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    release(PDL)
+    wait(PDL)
     cursor = tl.load(cursor_ptr)
     line = ring_ptr + (cursor % RING_DEPTH) * RING_WIDTH
     for first in range(0, size, BLOCK):
@@ -78,6 +83,7 @@ def finish(
 ) -> None:
     """`bits`: row_shift, stop_bit, length_bit, fault_bit."""
     row_shift, stop_bit, length_bit, fault_bit = bits
+    pdl = dependent.supported(index.device)
     block = min(_ROWS, max(32, triton.next_power_of_2(len(index))))
     _finish[(1,)](
         index,
@@ -103,5 +109,7 @@ def finish(
         LENGTH_BIT=length_bit,
         FAULT_BIT=fault_bit,
         BLOCK=block,
+        PDL=pdl,
+        launch_pdl=pdl,
         num_warps=block // 32,
     )

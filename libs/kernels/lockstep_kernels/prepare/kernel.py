@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from lockstep_kernels import dependent
+from lockstep_kernels.dependent import release, wait
 from lockstep_kernels.prepare.inputs import DecodeInputs
 
 _BLOCK = 1024  # table entries a program copies
@@ -27,7 +29,10 @@ def _decode_inputs(
     WIDTHS: tl.constexpr,
     BLOCK_SIZES: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    release(PDL)
+    wait(PDL)
     i = tl.program_id(0)
     part = tl.program_id(1)
     row = tl.load(index_ptr + i)
@@ -60,6 +65,7 @@ def decode_inputs(
     block_sizes: tuple[int, ...],
     out: DecodeInputs,
 ) -> None:
+    pdl = dependent.supported(index.device)
     widths = tuple(table.shape[1] for table in tables)
     _decode_inputs[len(index), triton.cdiv(max(widths), _BLOCK)](
         index,
@@ -76,4 +82,6 @@ def decode_inputs(
         WIDTHS=widths,
         BLOCK_SIZES=block_sizes,
         BLOCK=_BLOCK,
+        PDL=pdl,
+        launch_pdl=pdl,
     )

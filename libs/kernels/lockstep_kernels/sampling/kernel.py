@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from lockstep_kernels import dependent
+from lockstep_kernels.dependent import release, wait
 from lockstep_kernels.sampling.reference import LOWEST_LOGPROB
 
 BLOCK = 2048
@@ -62,7 +64,11 @@ def is_finite(x):
 
 
 @triton.jit
-def _block_argmax(logits_ptr, keys_ptr, tokens_ptr, VOCAB: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def _block_argmax(
+    logits_ptr, keys_ptr, tokens_ptr, VOCAB: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    release(PDL)
+    wait(PDL)
     i, part = tl.program_id(0), tl.program_id(1)
     token = part * BLOCK + tl.arange(0, BLOCK)
     listed = token < VOCAB
@@ -82,7 +88,10 @@ def _merge_argmax(
     PARTS: tl.constexpr,
     PADDED: tl.constexpr,
     LOWEST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    release(PDL)
+    wait(PDL)
     i = tl.program_id(0)
     best, token = merged(keys_ptr + i * PARTS, parts_ptr + i * PARTS, PARTS, PADDED, LOWEST)
     value = value_of(best)
@@ -101,10 +110,22 @@ def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     bad = torch.empty(n, dtype=torch.bool, device=logits.device)
     if n == 0:
         return tokens, values, bad
-    _block_argmax[n, parts](logits, keys, firsts, VOCAB=vocab, PARTS=parts, BLOCK=BLOCK, num_warps=WARPS)
-    padded = triton.next_power_of_2(parts)
+    pdl = dependent.supported(logits.device)
+    _block_argmax[n, parts](
+        logits, keys, firsts, VOCAB=vocab, PARTS=parts, BLOCK=BLOCK, PDL=pdl, num_warps=WARPS, launch_pdl=pdl
+    )
     _merge_argmax[(n,)](
-        keys, firsts, tokens, values, bad, PARTS=parts, PADDED=padded, LOWEST=LOWEST_KEY.value, num_warps=1
+        keys,
+        firsts,
+        tokens,
+        values,
+        bad,
+        PARTS=parts,
+        PADDED=triton.next_power_of_2(parts),
+        LOWEST=LOWEST_KEY.value,
+        PDL=pdl,
+        num_warps=1,
+        launch_pdl=pdl,
     )
     return tokens, values, bad
 
@@ -123,7 +144,10 @@ def _block_logprobs(
     VOCAB: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    release(PDL)
+    wait(PDL)
     i, part = tl.program_id(0), tl.program_id(1)
     token = part * BLOCK + tl.arange(0, BLOCK)
     listed = token < VOCAB
@@ -157,7 +181,10 @@ def _merge_logprobs(
     PADDED: tl.constexpr,
     CANDIDATES: tl.constexpr,
     LOWEST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    release(PDL)
+    wait(PDL)
     i = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PADDED)
     maxima = tl.load(maxima_ptr + i * PARTS + part, mask=part < PARTS, other=float("-inf"))
@@ -189,8 +216,20 @@ def logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> tuple[to
         return chosen, ids, values
     maxima, sums = torch.empty(2, n, parts, dtype=torch.float32, device=device).unbind()
     keys, firsts = torch.empty(2, n, parts, count, dtype=torch.int32, device=device).unbind()
+    pdl = dependent.supported(device)
     _block_logprobs[n, parts](
-        logits, maxima, sums, keys, firsts, count, VOCAB=vocab, PARTS=parts, BLOCK=BLOCK, num_warps=WARPS
+        logits,
+        maxima,
+        sums,
+        keys,
+        firsts,
+        count,
+        VOCAB=vocab,
+        PARTS=parts,
+        BLOCK=BLOCK,
+        PDL=pdl,
+        num_warps=WARPS,
+        launch_pdl=pdl,
     )
     _merge_logprobs[(n,)](
         logits,
@@ -208,6 +247,8 @@ def logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> tuple[to
         PADDED=triton.next_power_of_2(parts),
         CANDIDATES=triton.next_power_of_2(max(32, parts * count)),
         LOWEST=LOWEST_LOGPROB,
+        PDL=pdl,
         num_warps=WARPS,
+        launch_pdl=pdl,
     )
     return chosen, ids, values

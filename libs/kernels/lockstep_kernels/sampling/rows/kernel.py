@@ -17,6 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+from lockstep_kernels import dependent
+from lockstep_kernels.dependent import release, wait
 from lockstep_kernels.sampling.kernel import (
     BLOCK,
     LOWEST_KEY,
@@ -130,7 +132,10 @@ def _shape(
     TILES: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    release(PDL)
+    wait(PDL)
     i, part = tl.program_id(0), tl.program_id(1)
     row = tl.load(index_ptr + i)
     features = tl.load(ints_ptr + row * _INTS + _FEATURES_COLUMN)
@@ -197,8 +202,11 @@ def _top_k(
     TILES_PADDED: tl.constexpr,
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """thresholds[i] = a key that is reached by the top_k largest logits, those equal to the last of them, and no others."""
+    release(PDL)
+    wait(PDL)
     i = tl.program_id(0)
     row = tl.load(index_ptr + i)
     if (tl.load(ints_ptr + row * _INTS + _FEATURES_COLUMN) & _TOP_K) == 0:
@@ -295,11 +303,14 @@ def _draw(
     PARTS: tl.constexpr,
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Stage 0 draws from all that min-p and top-k keep, a later one from what is likelier than the last candidate.
 
     masses, bests and drawn are [n, stages, parts]. A stage leaves them as they are if an earlier candidate is good.
     """
+    release(PDL)
+    wait(PDL)
     i, part = tl.program_id(0), tl.program_id(1)
     row = tl.load(index_ptr + i)
     features = tl.load(ints_ptr + row * _INTS + _FEATURES_COLUMN)
@@ -356,7 +367,10 @@ def _settle(
     PARTS: tl.constexpr,
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    release(PDL)
+    wait(PDL)
     i = tl.program_id(0)
     row = tl.load(index_ptr + i)
     features = tl.load(ints_ptr + row * _INTS + _FEATURES_COLUMN)
@@ -421,6 +435,7 @@ def sample_rows(
     x = logits if logits.dtype == torch.float32 else torch.empty(n, vocab, dtype=torch.float32, device=device)
     places = tables.lengths if positions is None else positions
     by_row = positions is None
+    pdl = dependent.supported(device)
     _shape[n, parts](
         logits,
         x,
@@ -449,7 +464,9 @@ def sample_rows(
         TILES=tiles,
         BLOCK=BLOCK,
         TILE=TILE,
+        PDL=pdl,
         num_warps=WARPS,
+        launch_pdl=pdl,
         enable_fp_fusion=False,  # the bits of the reference
     )
     _top_k[(n,)](
@@ -464,12 +481,23 @@ def sample_rows(
         TILES_PADDED=triton.next_power_of_2(tiles),
         TILE=TILE,
         CHUNK=64,
+        PDL=pdl,
         num_warps=8,
+        launch_pdl=pdl,
     )
-    shared: dict[str, Any] = {"STAGES": stages, "BY_ROW": by_row, "VOCAB": vocab, "PARTS": parts, "PADDED": padded}
+    shared: dict[str, Any] = {
+        "STAGES": stages,
+        "BY_ROW": by_row,
+        "VOCAB": vocab,
+        "PARTS": parts,
+        "PADDED": padded,
+        "BLOCK": BLOCK,
+        "PDL": pdl,
+        "launch_pdl": pdl,
+    }
     rows = (x, index, places, tables.floats, tables.ints)
     found = (thresholds, masses, bests, drawn)
     for stage in range(stages):
-        _draw[n, parts](*rows, keys, *found, STAGE=stage, BLOCK=BLOCK, num_warps=WARPS, **shared)
-    _settle[(n,)](*rows, raw, keys, firsts, *found, tokens, bad, BLOCK=BLOCK, num_warps=8, **shared)
+        _draw[n, parts](*rows, keys, *found, STAGE=stage, num_warps=WARPS, **shared)
+    _settle[(n,)](*rows, raw, keys, firsts, *found, tokens, bad, num_warps=8, **shared)
     return tokens, bad

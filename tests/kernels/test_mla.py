@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep_kernels.mla import Expansion, LatentBatch, Prepared, attention, pack, prepare, reference
+from lockstep_kernels.mla import Expansion, LatentBatch, Prepared, attention, cpu, pack, prepare, reference
 from lockstep_kernels.rms_norm import Norm
 
 HEADS, NOPE, ROPE, VALUE, RANK = 3, 20, 6, 12, 16
@@ -92,6 +92,8 @@ def test_a_batch_is_checked() -> None:
         LatentBatch(False, (), (), lens, table, 4)
     with pytest.raises(ValueError, match="one new token"):
         LatentBatch(True, (2,), (5,), lens, table, 4)
+    with pytest.raises(ValueError, match="on the host"):
+        cpu.prepare(LatentBatch(True, (), (), lens, table, 4))
     with pytest.raises(ValueError, match="number of sequences"):
         LatentBatch(True, (), (), lens, table.repeat(2, 1), 4)
 

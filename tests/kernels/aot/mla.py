@@ -22,7 +22,9 @@ def variants() -> Iterator[tuple[str, Callable[[], Any]]]:
         for dtype in (torch.bfloat16, torch.float16):
             for block_size, sequences in ((64, 1), (64, 64), (16, 64), (64, 256)):
                 name = f"decode h{heads} {dtype} blocks of {block_size}, {sequences} sequences"
-                yield from launches.variants(name, partial(_decode, heads, dtype, block_size, sequences), 4)
+                yield from launches.variants(
+                    name, partial(_decode, heads, dtype, block_size, sequences), 4 if sequences == 1 else 5
+                )
             for before in (0, 100):
                 name = f"prompts h{heads} {dtype} {before} cached"
                 yield from launches.variants(name, partial(_prompts, heads, dtype, before), 3 if before else 2)

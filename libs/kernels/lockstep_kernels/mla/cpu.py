@@ -31,7 +31,9 @@ Prepared = tuple[Sequence, ...]
 
 
 def prepare(batch: LatentBatch) -> Prepared:
-    """See the public function; host lengths must be there."""
+    """See the public function."""
+    if len(batch.query_lens) != len(batch.block_table):
+        raise ValueError("latent attention on CPU needs the lengths on the host: query_lens and host_seq_lens")
     sequences = []
     first = 0
     for i, (new, total) in enumerate(zip(batch.query_lens, batch.host_seq_lens, strict=True)):

@@ -24,8 +24,8 @@ from lockstep_kernels.mla import kernel
 from lockstep_kernels.mla.batch import Expansion, LatentBatch, Prepared
 from lockstep_kernels.rms_norm import Norm
 
-MANY: Final = 16  # sequences from which on merging is a matrix product
-_ROWS: Final = 16  # queries that one program absorbs at least
+MANY: Final = 16  # sequences from which on merging and expanding values are two kernels
+PARTS: Final = 16  # that a program merges at a time
 QUERIES: Final = 128  # of one program
 PIECE_BYTES: Final = 1 << 27  # of a piece's keys and values
 
@@ -42,6 +42,7 @@ class Split:
     least: int  # tiles that a program takes: merging costs as much as reading a few more
     warps: int
     stages: int
+    registers: int | None = None  # of a thread at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ class Piece:
 class PromptPlan:
     """The work of a pass. `spans` int32 [N, 5]: tiles of queries against keys, see `_Span`; the longest come first."""
 
+    rows: int  # queries of a tile
     spans: torch.Tensor
     pieces: tuple[Piece, ...]
 
@@ -168,7 +170,7 @@ def finish(
     nope = width - rope
     absorbed = None if expansion is None else torch.empty(tokens, heads, rank, dtype=q.dtype, device=q.device)
     weight = q if expansion is None else expansion.weight
-    rows = min(64, max(_ROWS, triton.next_power_of_2(tokens)))
+    rows = _tile_rows(tokens)
     columns = min(rank, 64 if tokens <= 64 else 128)
     tiles = 0 if expansion is None else triton.cdiv(tokens, rows) * heads * (rank // columns)
     pdl = dependent.supported(q.device)
@@ -200,29 +202,41 @@ def decode(
         plan.sequences, q.stride(0), q.stride(1), plan.table.stride(0), scale * math.log2(math.e),
         NOPE=nope, HEADS=heads, BLOCK_H=split.heads, RANK=rank, ROPE=q.shape[2] - nope, BLOCK_SIZE=plan.block_size,
         TILE=split.keys, STAGES=split.stages, PRECISION=_precision(q), PDL=pdl, launch_pdl=pdl, num_warps=split.warps,
+        maxnreg=split.registers,
     )  # fmt: skip
-    columns = triton.next_power_of_2(value)
-    if plan.sequences < many:
-        columns = min(columns, 32)
-        kernel.merge_row_kernel[(heads, plan.sequences, triton.cdiv(value, columns))](
-            plan.parts, plan.lse, plan.plan, expansion.weight, out, split.programs, out.stride(0),
-            HEADS=heads, NOPE=nope, VALUE=value, RANK=rank, COLUMNS=columns, PARTS=16, PDL=pdl, launch_pdl=pdl,
-            num_warps=4,
+    parts, tokens = (plan.parts, plan.lse, plan.plan), plan.sequences
+    if tokens < many:
+        columns = min(32, triton.next_power_of_2(value))
+        kernel.merged_values_kernel[(heads, tokens, triton.cdiv(value, columns))](
+            *parts, expansion.weight, out, split.programs, out.stride(0),
+            HEADS=heads, NOPE=nope, VALUE=value, RANK=rank, COLUMNS=columns, PARTS=PARTS, PDL=pdl, launch_pdl=pdl,
         )  # fmt: skip
-    else:
-        kernel.merge_rows_kernel[(heads, triton.cdiv(plan.sequences, MANY))](
-            plan.parts, plan.lse, plan.plan, expansion.weight, out, split.programs, plan.sequences, out.stride(0),
-            HEADS=heads, NOPE=nope, VALUE=value, RANK=rank, ROWS=MANY, COLUMNS=max(16, columns), INNER=min(rank, 128),
-            PRECISION=_precision(q), PDL=pdl, launch_pdl=pdl, num_warps=4,
-        )  # fmt: skip
+        return
+    merged = torch.empty_like(absorbed)
+    kernel.merge_kernel[(heads, tokens)](
+        *parts, merged, split.programs, HEADS=heads, RANK=rank, PARTS=PARTS, PDL=pdl, launch_pdl=pdl
+    )
+    rows, columns = _tile_rows(tokens), max(16, min(32 if tokens <= 64 else 128, triton.next_power_of_2(value)))
+    kernel.values_kernel[(heads, triton.cdiv(tokens, rows), triton.cdiv(value, columns))](
+        merged, expansion.weight, out, tokens, out.stride(0),
+        HEADS=heads, NOPE=nope, VALUE=value, RANK=rank, ROWS=rows, COLUMNS=columns, INNER=min(rank, 128),
+        PRECISION=_precision(q), PDL=pdl, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def _tile_rows(tokens: int) -> int:
+    """Rows of a tile of a product of so many."""
+    return min(64, max(16, triton.next_power_of_2(tokens)))
 
 
 def _precision(operand: torch.Tensor) -> str:
     return "ieee" if operand.dtype == torch.float32 else "tf32"
 
 
-def plan_prompts(batch: LatentBatch, expansion: Expansion, dtype: torch.dtype, piece: int | None = None) -> PromptPlan:
-    """`piece`: positions of a piece at most, for tests."""
+def plan_prompts(
+    batch: LatentBatch, expansion: Expansion, dtype: torch.dtype, *, rows: int = QUERIES, piece: int | None = None
+) -> PromptPlan:
+    """`rows` of a tile, and positions of a `piece` at most, are for tests."""
     device = batch.seq_lens.device
     if piece is None:
         piece = max(QUERIES, PIECE_BYTES // (expansion.weight[..., 0].numel() * dtype.itemsize))
@@ -231,7 +245,7 @@ def plan_prompts(batch: LatentBatch, expansion: Expansion, dtype: torch.dtype, p
     owners: list[tuple[int, int]] = []  # sequences with cached positions, and how many
     first, room = 0, 0
     for i, (new, total) in enumerate(zip(batch.query_lens, batch.host_seq_lens, strict=True)):
-        own += _tiles(first, new, first, new, causal=True)
+        own += _tiles(rows, first, new, first, new, causal=True)
         left = total - new
         if left:
             owners.append((i, left))
@@ -240,14 +254,14 @@ def plan_prompts(batch: LatentBatch, expansion: Expansion, dtype: torch.dtype, p
                 pieces.append([])
                 room = piece
             count = min(left, room)
-            pieces[-1] += _tiles(first, new, piece - room, count, causal=False)
+            pieces[-1] += _tiles(rows, first, new, piece - room, count, causal=False)
             left, room = left - count, room - count
         first += new
     groups = [sorted(spans, key=lambda span: -_work(span)) for spans in (own, *pieces)]
     flat = _upload([value for spans in groups for span in spans for value in span], torch.int32, device).view(-1, 5)
     spans, *others = torch.split(flat, [len(spans) for spans in groups])
     slots = torch.split(_cached_slots(batch, owners), piece) if owners else ()
-    return PromptPlan(spans, tuple(Piece(*pair) for pair in zip(slots, others, strict=True)))
+    return PromptPlan(rows, spans, tuple(Piece(*pair) for pair in zip(slots, others, strict=True)))
 
 
 def attend(
@@ -265,16 +279,17 @@ def attend(
     if plan.pieces:
         state = torch.empty(tokens, heads * expansion.value, dtype=torch.float32, device=q.device)
         lse = torch.full((tokens, heads), -torch.inf, dtype=torch.float32, device=q.device)
-    rows = cache.view(-1, cache.shape[-1])
+    cached = cache.view(-1, cache.shape[-1])
     for piece in plan.pieces:
-        _launch(q, rows[piece.slots], piece.spans, expansion, scale, state, lse, state, True)
-    _launch(q, latents, plan.spans, expansion, scale, state, lse, out, bool(plan.pieces))
+        _launch(q, cached[piece.slots], piece.spans, plan.rows, expansion, scale, state, lse, state, True)
+    _launch(q, latents, plan.spans, plan.rows, expansion, scale, state, lse, out, bool(plan.pieces))
 
 
 def _launch(
     q: torch.Tensor,
     latents: torch.Tensor,
     spans: torch.Tensor,
+    rows: int,
     expansion: Expansion,
     scale: float,
     state: torch.Tensor,
@@ -290,14 +305,14 @@ def _launch(
         q, expanded, latents, spans, state, lse, out,
         q.stride(0), q.stride(1), expanded.stride(0), latents.stride(0), out.stride(0), scale * math.log2(math.e),
         HEADS=heads, NOPE=nope, BLOCK_NOPE=max(16, triton.next_power_of_2(nope)), ROPE=q.shape[2] - nope, RANK=rank,
-        VALUE=value, BLOCK_VALUE=max(16, triton.next_power_of_2(value)), MERGE=merge, ROWS=QUERIES, TILE=32 if wide else 64,
+        VALUE=value, BLOCK_VALUE=max(16, triton.next_power_of_2(value)), MERGE=merge, ROWS=rows, TILE=32 if wide else 64,
         PRECISION=_precision(q), PDL=pdl, launch_pdl=pdl, num_warps=8, num_stages=2 if wide else 3,
     )  # fmt: skip
 
 
-def _tiles(first: int, new: int, first_key: int, keys: int, *, causal: bool) -> Iterator[_Span]:
-    for start in range(0, new, QUERIES):
-        count = min(QUERIES, new - start)
+def _tiles(rows: int, first: int, new: int, first_key: int, keys: int, *, causal: bool) -> Iterator[_Span]:
+    for start in range(0, new, rows):
+        count = min(rows, new - start)
         visible = start + 1 if causal else keys
         yield first + start, count, first_key, min(keys, visible + count - 1), visible
 

@@ -190,37 +190,21 @@ def decode_kernel(
 
 
 @triton.jit
-def _parts_of(plan_ptr, programs, sequence, mask):
-    """(first part, number of parts) of sequences."""
+def _merged(
+    parts_ptr, lse_ptr, plan_ptr, programs, sequence, head,
+    HEADS: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """float32 [RANK] of one sequence and head, from PARTS parts at a time; zeros if the sequence has no positions."""
+    i, p = tl.arange(0, RANK), tl.arange(0, PARTS)
     starts = plan_ptr + programs + 1 + sequence
     share = tl.load(plan_ptr + programs)
-    start = tl.load(starts, mask=mask, other=0)
-    end = tl.load(starts + 1, mask=mask, other=0)
+    start, end = tl.load(starts), tl.load(starts + 1)
     first = start // share
-    return first + sequence, tl.where(end > start, (end - 1) // share - first + 1, 0)
-
-
-@triton.jit(do_not_specialize=["programs"])
-def merge_row_kernel(
-    parts_ptr, lse_ptr, plan_ptr, weight_ptr, out_ptr, programs, out_token,
-    HEADS: tl.constexpr, NOPE: tl.constexpr, VALUE: tl.constexpr, RANK: tl.constexpr, COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One sequence, one head, some columns of the value; PARTS parts at a time."""
-    release(PDL)
-    head, sequence = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    i, p = tl.arange(0, RANK), tl.arange(0, PARTS)
-    w = tl.load(
-        weight_ptr + (head * (NOPE + VALUE) + NOPE + column[:, None]) * RANK + i[None, :],
-        mask=(column < VALUE)[:, None], other=0.0,
-    ).to(tl.float32)  # fmt: skip
-    wait(PDL)
-    first, count = _parts_of(plan_ptr, programs, sequence, sequence >= 0)
+    count = tl.where(end > start, (end - 1) // share - first + 1, 0)
     best, sum = -float("inf"), 0.0
     mixed = tl.zeros((RANK,), tl.float32)
     for j in range(0, count, PARTS):
-        part = (first + j + p).to(tl.int64) * HEADS + head
+        part = (first + sequence + j + p).to(tl.int64) * HEADS + head
         there = j + p < count
         lse = tl.load(lse_ptr + part, mask=there, other=-float("inf"))
         x = tl.load(parts_ptr + part[:, None] * RANK + i[None, :], mask=there[:, None], other=0.0)
@@ -230,52 +214,68 @@ def merge_row_kernel(
         sum = sum * shrink + tl.sum(weights, 0)
         mixed = mixed * shrink + tl.sum(x * weights[:, None], 0)
         best = higher
-    mixed = tl.where(count > 0, mixed / sum, 0.0)
-    y = tl.sum(w * mixed[None, :], 1)
-    to = out_ptr + sequence.to(tl.int64) * out_token + head * VALUE + column
-    tl.store(to, y.to(out_ptr.dtype.element_ty), mask=column < VALUE)
+    return mixed / tl.where(count > 0, sum, 1.0)
 
 
-@triton.jit(do_not_specialize=["programs", "sequences"])
-def merge_rows_kernel(
-    parts_ptr, lse_ptr, plan_ptr, weight_ptr, out_ptr, programs, sequences, out_token,
+@triton.jit(do_not_specialize=["programs"])
+def merge_kernel(
+    parts_ptr, lse_ptr, plan_ptr, merged_ptr, programs,
+    HEADS: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """merged [B, HEADS, RANK]: what the programs have of each sequence, together. A program: one sequence and head."""
+    release(PDL)
+    wait(PDL)
+    head, sequence = tl.program_id(0), tl.program_id(1)
+    mixed = _merged(parts_ptr, lse_ptr, plan_ptr, programs, sequence, head, HEADS, RANK, PARTS)
+    to = merged_ptr + (sequence.to(tl.int64) * HEADS + head) * RANK + tl.arange(0, RANK)
+    tl.store(to, mixed.to(merged_ptr.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def values_kernel(
+    merged_ptr, weight_ptr, out_ptr, tokens, out_token,
     HEADS: tl.constexpr, NOPE: tl.constexpr, VALUE: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS sequences, one head; each of them is in few parts, as there are many sequences."""
+    """out = merged [tokens, HEADS, RANK] times the weights that expand values. A program: a tile of one head's."""
     release(PDL)
     wait(PDL)
     head = tl.program_id(0).to(tl.int64)
-    sequence = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    column, i = tl.arange(0, COLUMNS), tl.arange(0, INNER)
-    known = sequence < sequences
-    first, count = _parts_of(plan_ptr, programs, sequence, known)
-    most = tl.max(count, 0)
-    best = tl.full((ROWS,), -float("inf"), tl.float32)
-    for j in range(most):
-        part = (first + j).to(tl.int64) * HEADS + head
-        best = tl.maximum(best, tl.load(lse_ptr + part, mask=j < count, other=-float("inf")))
-    best = tl.where(count > 0, best, 0.0)
-    sum = tl.zeros((ROWS,), tl.float32)
-    for j in range(most):
-        part = (first + j).to(tl.int64) * HEADS + head
-        sum += tl.exp2(tl.load(lse_ptr + part, mask=j < count, other=-float("inf")) - best)
-    sum = tl.where(count > 0, sum, 1.0)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column, k = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, INNER)
+    known = (row < tokens)[:, None]
+    inside = column < VALUE
+    source = merged_ptr + (row[:, None].to(tl.int64) * HEADS + head) * RANK + k[None, :]
+    weights = weight_ptr + (head * (NOPE + VALUE) + NOPE + column[:, None]) * RANK + k[None, :]
     y = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for k in range(0, RANK, INNER):
-        w = tl.load(
-            weight_ptr + (head * (NOPE + VALUE) + NOPE + column[None, :]) * RANK + k + i[:, None],
-            mask=(column < VALUE)[None, :], other=0.0,
-        )  # fmt: skip
-        mixed = tl.zeros((ROWS, INNER), tl.float32)
-        for j in range(most):
-            part = (first + j).to(tl.int64) * HEADS + head
-            lse = tl.load(lse_ptr + part, mask=j < count, other=-float("inf"))
-            x = tl.load(parts_ptr + part[:, None] * RANK + k + i[None, :], mask=(j < count)[:, None], other=0.0)
-            mixed += x * (tl.exp2(lse - best) / sum)[:, None]
-        y = tl.dot(mixed.to(w.dtype), w, y, input_precision=PRECISION)
-    to = out_ptr + sequence[:, None].to(tl.int64) * out_token + head * VALUE + column[None, :]
-    tl.store(to, y.to(out_ptr.dtype.element_ty), mask=known[:, None] & (column < VALUE)[None, :])
+    for j in tl.range(0, RANK, INNER, num_stages=3):
+        x = tl.load(source + j, mask=known, other=0.0)
+        w = tl.load(weights + j, mask=inside[:, None], other=0.0)
+        y = tl.dot(x, tl.trans(w), y, input_precision=PRECISION)
+    to = out_ptr + row[:, None].to(tl.int64) * out_token + head * VALUE + column[None, :]
+    tl.store(to, y.to(out_ptr.dtype.element_ty), mask=known & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["programs"])
+def merged_values_kernel(
+    parts_ptr, lse_ptr, plan_ptr, weight_ptr, out_ptr, programs, out_token,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, VALUE: tl.constexpr, RANK: tl.constexpr, COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Both in one, for a few sequences. A program: one sequence, one head, some columns of its value."""
+    release(PDL)
+    head, sequence = tl.program_id(0), tl.program_id(1)
+    column, i = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, RANK)
+    inside = column < VALUE
+    w = tl.load(
+        weight_ptr + (head.to(tl.int64) * (NOPE + VALUE) + NOPE + column[:, None]) * RANK + i[None, :],
+        mask=inside[:, None], other=0.0,
+    )  # fmt: skip
+    wait(PDL)
+    mixed = _merged(parts_ptr, lse_ptr, plan_ptr, programs, sequence, head, HEADS, RANK, PARTS)
+    y = tl.sum(w.to(tl.float32) * mixed[None, :], 1)
+    to = out_ptr + sequence.to(tl.int64) * out_token + head * VALUE + column
+    tl.store(to, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -8,7 +8,9 @@ from typing import Any, Final
 from unittest import mock
 
 import torch
+from triton.runtime.driver import driver
 
+from lockstep_kernels import dependent
 from lockstep_kernels.attention import PagedBatch, cuda
 from tests.kernels import launches
 
@@ -60,7 +62,10 @@ def _run(
     small = dtype.itemsize == 1
     qkv = torch.empty(134, heads + 2 * kv_heads, width, dtype=torch.bfloat16 if small else dtype)
     scales = torch.ones(2, kv_heads).unbind() if small else None
-    with mock.patch.object(torch.cuda, "get_device_properties", lambda device: H200):
+    with (
+        mock.patch.object(torch.cuda, "get_device_properties", lambda device: H200),
+        mock.patch.object(dependent, "supported", lambda device: driver.active.get_current_target().arch >= 90),
+    ):
         plan = cuda.prepare(
             batch,
             group=heads // kv_heads,
@@ -71,4 +76,4 @@ def _run(
             deterministic=deterministic,
             new_kv=False,
         )
-    cuda.attention(qkv[:, :heads], cache, plan, width**-0.5, None, None, scales)
+        cuda.attention(qkv[:, :heads], cache, plan, width**-0.5, None, None, scales)

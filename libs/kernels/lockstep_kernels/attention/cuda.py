@@ -158,14 +158,17 @@ def choose_split(head_dim: int, dtype: torch.dtype, device: torch.device, determ
 
 
 def choose_tiling(head_dim: int, dtype: torch.dtype, block_size: int) -> Tiling:
-    """By the registers and the shared memory that a program needs. (Fewer registers than it asks for are no bargain: the
-    assembler then waits for each tensor-core instruction before it issues the next.)"""
+    """By the registers and the shared memory that a program needs: narrow heads leave room for two programs side by side.
+
+    Fewer registers than a program asks for are no bargain: the assembler then lets each tensor-core instruction wait for the
+    one before it.
+    """
     if dtype.itemsize > 2:
         return Tiling(32, 32, 4, 2, described=False)
     if head_dim > 128:
         return Tiling(64, 32, 4, 2, described=False)
     if block_size % 64 == 0 and head_dim == _columns(head_dim):
-        return Tiling(128, 64, 8, 2, described=True, parts=2)
+        return Tiling(128, 64, 8, 2, described=True, parts=1 if head_dim <= 64 else 2)
     return Tiling(128, 64, 8, 3, described=False)
 
 

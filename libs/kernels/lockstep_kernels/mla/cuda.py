@@ -226,7 +226,7 @@ def decode(
 
 def _tile_rows(tokens: int) -> int:
     """Rows of a tile of a product of so many."""
-    return min(64, max(16, triton.next_power_of_2(tokens)))
+    return min(64, max(16, int(triton.next_power_of_2(tokens))))
 
 
 def _precision(operand: torch.Tensor) -> str:

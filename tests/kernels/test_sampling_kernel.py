@@ -18,7 +18,7 @@ from lockstep_kernels.sampling.rows import kernel as rows_kernel  # isort: skip
 
 # One block or less, and more than one; odd, so that rows begin at every alignment.
 VOCABS = (7, 101, 2048, 4099, 32000, 151_936) if ON_GPU else (7, 101, 2101)
-EXAMPLES = 60 if ON_GPU else 8
+EXAMPLES = 60 if ON_GPU else 6
 RECIPES = (
     Feature(0),
     Feature.RANDOM,
@@ -88,14 +88,14 @@ def check_tokens(logits: torch.Tensor, index: torch.Tensor, tables: RowTables, f
     open_tables.ints[:, Int.FEATURES] &= int(Feature.RANDOM)
     keys = tables.ints[rows]
     scores = reference.filter_rows(x, rows, open_tables).double()
-    noisy = scores + ops.gumbel(keys[:, Int.SEED], keys[:, Int.CHOICE], places[different], x.shape[1])
-    for i, (one, other) in enumerate(zip(found[different].tolist(), want[different].tolist(), strict=True)):
-        better = one if noisy[i, one] > noisy[i, other] else other
-        close_draw = abs(noisy[i, one] - noisy[i, other]) < 1e-4
+    noise = ops.gumbel(keys[:, Int.SEED], keys[:, Int.CHOICE], places[different], x.shape[1])
+    for i, token in enumerate(found[different].tolist()):
         kept = reference.filter_rows(x[i : i + 1], rows[i : i + 1], tables)[0]
-        ordered = kept[kept > -torch.inf].sort(descending=True).values
-        at_the_edge = abs(scores[i, better] - ordered[-1] + scores[i].max() - ordered[0]) < 1e-3
-        assert close_draw or at_the_edge, (rows[i], one, other)
+        at_the_edge = (scores[i] - kept[kept > -torch.inf].min()).abs() < 1e-5
+        surely_kept = (kept > -torch.inf) & ~at_the_edge
+        noisy = scores[i] + noise[i]
+        best = noisy.masked_fill(~surely_kept, -torch.inf).max()
+        assert (surely_kept | at_the_edge)[token] and noisy[token] > best - 1e-5, (rows[i], token)
 
 
 # Greedy
@@ -142,6 +142,7 @@ def test_the_first_of_equal_logits(rows: list[float]) -> None:
 def test_rows_get_the_tokens_of_the_reference(
     seed: int, n: int, vocab: int, features: list[Feature], coarse: bool, scale: float
 ) -> None:
+    n = min(n, 4 + 200_000 // vocab)
     tables = tables_of(n + 2, vocab, features, seed)
     index = torch.randperm(n + 2, generator=torch.Generator().manual_seed(seed))[:n].to(DEVICE)
     logits = logits_of(n, vocab, seed, scale=scale, coarse=coarse)
@@ -153,7 +154,7 @@ def test_rows_get_the_tokens_of_the_reference(
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(seed=st.integers(0, 10**6), vocab=st.sampled_from(VOCABS))
 def test_a_mixed_batch_equals_its_rows_alone_in_any_order(seed: int, vocab: int) -> None:
-    n = 20 if ON_GPU else 3
+    n = min(20, 4 + 200_000 // vocab) if ON_GPU else 3
     generator = torch.Generator().manual_seed(seed)
     features = [RECIPES[i] for i in torch.randint(0, len(RECIPES), (n,), generator=generator).tolist()]
     tables, logits = tables_of(n, vocab, features, seed), logits_of(n, vocab, seed)
@@ -166,7 +167,7 @@ def test_a_mixed_batch_equals_its_rows_alone_in_any_order(seed: int, vocab: int)
 
 @pytest.mark.parametrize("k", [1, 3, 65, 100])
 def test_top_k_draws_just_the_k_best_and_what_equals_the_last(k: int) -> None:
-    vocab, n = 101, 3000 if ON_GPU else 30
+    vocab, n = 101, 3000 if ON_GPU else (20 if k == 3 else 5)
     tables = tables_of(1, vocab, [Feature.RANDOM | Feature.TOP_K])
     tables.ints[:, Int.TOP_K], tables.floats[:, Float.TEMPERATURE] = k, 50.0
     logits = logits_of(1, vocab, k)

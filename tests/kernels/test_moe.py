@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep_kernels import moe
+from lockstep_kernels.fp8 import Fp8Weight, dequantise
 from lockstep_kernels.moe import Routing, reference
 from lockstep_kernels.rms_norm import Norm, rms_norm
 from lockstep_worker.experts import Experts
+from tests.kernels.test_fp8_oracles import quantised
 
 HIDDEN, WIDTH = 48, 32
 DTYPES = [torch.float32, torch.bfloat16]
@@ -169,3 +171,40 @@ def test_operands_that_do_not_fit_are_refused() -> None:
         moe.route(torch.ones(3, 8), ROUTINGS["softmax"], live=torch.ones(2, dtype=torch.bool))
     with pytest.raises(ValueError, match="2 experts have weights, 8 are routed to"):
         Experts.pack(ROUTINGS["softmax"], torch.ones(8, HIDDEN), packed)
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_stacks_of_8_bits(blocks: bool) -> None:
+    """As a GPU keeps them; on CPU an expert is what its values and scales stand for."""
+    gate_up, down = weights(2, torch.float32)
+    meta = torch.device("meta")
+    stack = moe.ExpertStack(2, HIDDEN, WIDTH, torch.bfloat16, meta)
+    cpu = moe.ExpertStack(2, HIDDEN, WIDTH, torch.float32, torch.device("cpu"))
+    wide = []
+    for e in range(2):
+        parts = [quantised(part, blocks) for part in (*gate_up[e].chunk(2), down[e])]
+        stack.put(e, *parts)
+        cpu.put(e, *parts)
+        wide.append([dequantise(part, torch.float32) for part in parts])
+    packed = stack.finish()
+    assert packed.gate_up is not None and packed.down is not None
+    assert packed.gate_up.scales == packed.down.scales == ("blocks" if blocks else "rows")
+    assert packed.gate_up.values.shape == (2, 2 * WIDTH, HIDDEN) and packed.dtype == torch.bfloat16
+    x, ids, factors = torch.randn(5, HIDDEN), torch.tensor([[0, 1]]).expand(5, -1).int(), torch.rand(5, 2)
+    want = moe.pack_experts(torch.stack([torch.cat((g, u)) for g, u, _ in wide]), torch.stack([d for *_, d in wide]))
+    assert torch.equal(moe.mix(x, ids, factors, cpu.finish(), plus=x), moe.mix(x, ids, factors, want, plus=x))
+    mixed = moe.ExpertStack(2, HIDDEN, WIDTH, torch.bfloat16, meta)
+    mixed.put(0, *(torch.empty(weight.shape, device=meta) for weight in wide[0]))
+    with pytest.raises(ValueError, match="expert 1 are not quantised as"):
+        mixed.put(1, *parts)
+
+
+def test_a_weight_of_8_bits_splits_at_its_blocks() -> None:
+    weight = torch.randn(256, 384)
+    for blocks in (True, False):
+        whole = quantised(weight, blocks)
+        for dim, parts in ((0, 2), (1, 3)):
+            pieces = [dequantise(p, torch.float32) for p in moe.split(whole, parts, dim) if isinstance(p, Fp8Weight)]
+            assert torch.equal(torch.cat(pieces, dim), dequantise(whole, torch.float32))
+    with pytest.raises(ValueError, match="do not divide into 4 parts"):
+        moe.split(quantised(weight, True), 4, 0)

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from tests.kernels.device import DEVICE, HALF_DTYPES, ON_GPU, poisoned, randn, requires_gpu
 
 from lockstep_kernels import moe  # isort: skip
+from lockstep_kernels.fp8 import dequantise  # isort: skip
 from lockstep_kernels.moe import Routing, grouped, kernel, reference, skinny  # isort: skip
-from lockstep_kernels.moe.weights import ExpertWeights  # isort: skip
+from lockstep_kernels.moe.weights import ExpertWeights, Stack  # isort: skip
 from lockstep_kernels.rms_norm import Norm, rms_norm  # isort: skip
+from tests.kernels.test_fp8_oracles import quantised  # isort: skip
 
 ROUTINGS = [
     Routing(8, 2, "softmax", True),
@@ -101,13 +103,22 @@ def operands(
     x, plus = randn(tokens, hidden, dtype=dtype, seed=seed), randn(tokens, hidden, dtype=dtype, seed=seed + 1)
     gate_up = (randn(experts, 2 * width, hidden, seed=seed + 2) / hidden**0.5).to(dtype)
     down = (randn(experts, hidden, width, seed=seed + 3) / width**0.5).to(dtype)
-    return x, plus, ExpertWeights(experts, hidden, width, dtype, gate_up, down)
+    return x, plus, ExpertWeights(experts, hidden, width, dtype, Stack(gate_up), Stack(down))
+
+
+def of_8_bits(weights: torch.Tensor, parts: int, blocks: bool) -> tuple[Stack, torch.Tensor]:
+    """[E, n, k] quantised expert by expert, in so many parts of n, and what that stands for in float32."""
+    quantised_parts = [[quantised(part, blocks) for part in expert.chunk(parts)] for expert in weights.float()]
+    values = torch.stack([torch.cat([part.values for part in expert]) for expert in quantised_parts])
+    scale = torch.stack([torch.cat([part.scale for part in expert]) for expert in quantised_parts])
+    wide = torch.stack([torch.cat([dequantise(part, torch.float32) for part in expert]) for expert in quantised_parts])
+    return Stack(values, scale), wide
 
 
 def check_mix(got: torch.Tensor, x: Any, ids: Any, factors: Any, packed: ExpertWeights, plus: torch.Tensor) -> None:
     """Each result is rounded to the operands' type twice, once within and once after an expert, and once with the sum."""
     assert packed.gate_up is not None and packed.down is not None
-    want = plus.double() + reference.experts(x, ids, factors, packed.gate_up, packed.down).double().sum(1)
+    want = plus.double() + reference.experts(x, ids, factors, packed.gate_up.values, packed.down.values).double().sum(1)
     tolerance = {torch.float32: 1e-5, torch.float16: 2**-8, torch.bfloat16: 2**-5}[packed.dtype]
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
     nowhere = (ids < 0).all(1)
@@ -175,6 +186,34 @@ def test_blocks_grow_with_the_number_of_pairs() -> None:
     assert grouped.block_rows(10**6, 1) == grouped.LARGEST_BLOCK
 
 
+@settings(max_examples=10, deadline=None)
+@given(
+    tokens=st.integers(1, 9),
+    hidden=st.sampled_from([64, 144]),
+    width=st.sampled_from([32, 160]),
+    dtype=st.sampled_from(HALF_DTYPES),
+    blocks=st.booleans(),
+    few=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_weights_of_8_bits(
+    tokens: int, hidden: int, width: int, dtype: torch.dtype, blocks: bool, few: bool, seed: int
+) -> None:
+    x, plus, plain = operands(tokens, 3, hidden, width, dtype, seed)
+    assert plain.gate_up is not None and plain.down is not None
+    gate_up, wide_gate_up = of_8_bits(plain.gate_up.values, 2, blocks)
+    down, wide_down = of_8_bits(plain.down.values, 1, blocks)
+    packed = ExpertWeights(3, hidden, width, dtype, gate_up, down)
+    ids, factors = random_ids(tokens, 3, 2, seed), randn(tokens, 2, seed=seed).abs()
+    if few:
+        x, plus, ids, factors = x[:2], plus[:2], ids[:2], factors[:2]
+        got = skinny.mix(x, ids, factors, packed, plus, None)
+    else:
+        got = kernel.combine(grouped.experts(x, ids, factors, packed), ids, plus)
+    want = ExpertWeights(3, hidden, width, dtype, Stack(wide_gate_up), Stack(wide_down))
+    check_mix(got, x, ids, factors, want, plus)
+
+
 @requires_gpu
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 @pytest.mark.parametrize("tokens", [1, 2, 3, 8, 64, 65, 256, 333, 1024, 4099])
@@ -201,8 +240,8 @@ def test_layers_of_models(
     normed = rms_norm(x.float(), *norm)
     total = plus.float()
     for e in range(packed.experts):
-        g, u = (normed @ packed.gate_up[e].float().T).chunk(2, 1)
-        result = (torch.nn.functional.silu(g) * u) @ packed.down[e].float().T
+        g, u = (normed @ packed.gate_up.values[e].float().T).chunk(2, 1)
+        result = (torch.nn.functional.silu(g) * u) @ packed.down.values[e].float().T
         total += result * (factors * (ids == e)).sum(1, keepdim=True)
     tolerance = {torch.float16: 2**-7, torch.bfloat16: 2**-4}[dtype]
     torch.testing.assert_close(got.float(), total, rtol=tolerance, atol=tolerance)

@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from lockstep_common.errors import ConfigError
 from lockstep_common.steps import Kind
+from lockstep_kernels.fp8 import dequantise
 from lockstep_worker.models import Model, load_model
 from tests.kernels.sequences import Sequences
+from tests.kernels.test_fp8_oracles import BLOCKS, ROWS, quantised
 from tests.kernels.test_oracles import BASE
 from tests.kernels.test_oracles_deepseek import (  # what holds for every family is tested with this file's `pair`
     LENGTH,
@@ -123,6 +125,26 @@ def test_experts_that_are_stored_as_one_tensor(name: str, tmp_path: Path) -> Non
     file = tmp_path / "model.safetensors"
     save_file({k: v.contiguous() for k, v in oracle.state_dict().items()}, file, metadata={"format": "pt"})
     assert any(k.endswith("mlp.experts.gate_up_proj") for k in load_file(file))
+    assert torch.equal(Sequences(load(tmp_path), [prompt()]).run(Kind.PREFILL, [(0, 0, LENGTH)]), want)
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+@pytest.mark.parametrize("name", ["qwen3-moe", "glm4-moe-groups"])
+def test_experts_of_8_bits(name: str, blocks: bool, tmp_path: Path) -> None:
+    """They are the experts that their values and scales stand for."""
+    build(name, tmp_path)
+    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    stored, wide = load_file(file), load_file(file)
+    for key, tensor in load_file(file).items():
+        if key.endswith("_proj.weight"):
+            weight = quantised(tensor, blocks)
+            stored[key], wide[key] = weight.values, dequantise(weight, torch.float32)
+            scale = weight.scale if blocks else weight.scale[:, None].contiguous()
+            stored[key.removesuffix("weight") + ("weight_scale_inv" if blocks else "weight_scale")] = scale
+    save_file(wide, file, metadata={"format": "pt"})
+    want = Sequences(load(tmp_path), [prompt()]).run(Kind.PREFILL, [(0, 0, LENGTH)])
+    save_file(stored, file, metadata={"format": "pt"})
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": BLOCKS if blocks else ROWS}))
     assert torch.equal(Sequences(load(tmp_path), [prompt()]).run(Kind.PREFILL, [(0, 0, LENGTH)]), want)
 
 

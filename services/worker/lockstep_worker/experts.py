@@ -8,15 +8,16 @@ grouped product serves both. Rows that are not live go to no expert and keep the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
 from lockstep_kernels import moe
+from lockstep_kernels.fp8 import BLOCK
 from lockstep_kernels.linear import Packed
-from lockstep_kernels.moe import ExpertStack, ExpertWeights, Routing
+from lockstep_kernels.moe import ExpertStack, ExpertWeights, Routing, Weight, split
 from lockstep_kernels.rms_norm import Norm, rms_norm
 from lockstep_worker.weights import ConfigFile
 
@@ -176,72 +177,74 @@ def load_expert_mlp(
     names: ExpertNames = ExpertNames(),
 ) -> ExpertMlp:
     """The feed-forward half behind the norm of that name, whose tensors' names begin with `prefix`; see `load_experts`."""
-
-    def take(name: str, *shape: int) -> torch.Tensor:
-        return weights.tensor(name, *shape, dtype=torch.float32 if name.endswith("correction_bias") else None)
-
     experts = load_experts(
-        take,
-        weights.checkpoint.__contains__,
-        prefix,
-        routing,
-        hidden=hidden,
-        width=width,
-        dtype=weights.dtype,
-        device=weights.device,
-        shared=shared,
-        corrected=corrected,
-        names=names,
-        deterministic=weights.deterministic,
+        weights, prefix, routing, hidden=hidden, width=width, shared=shared, corrected=corrected, names=names
     )
     return ExpertMlp(weights.norm(norm, hidden), experts)
 
 
 def load_experts(
-    take: Callable[..., torch.Tensor],
-    has: Callable[[str], bool],
+    weights: WeightSource,
     prefix: str,
     routing: Routing,
     *,
     hidden: int,
     width: int,
-    dtype: torch.dtype,
-    device: torch.device,
     shared: int = 0,
     corrected: bool = False,
     names: ExpertNames = ExpertNames(),
-    deterministic: bool = False,
 ) -> Experts:
     """Reads a layer's experts, one at a time, straight into their stack.
 
-    take(name, *shape) yields a tensor on `device`, of float32 for the correction and of `dtype` otherwise; has(name) tells whether the checkpoint has it. Below `prefix`
-    ("model.layers.3.mlp.") stand gate.weight [E, d], with `corrected` gate.e_score_correction_bias [E], the routed experts
-    (experts.N.gate_proj.weight and so on, or the stacks experts.gate_up_proj [E, 2i, d] and experts.down_proj [E, d, i]) and
-    with `shared` shared_experts.gate_proj.weight and so on, `shared` experts wide.
+    Below `prefix` ("model.layers.3.mlp.") stand gate.weight [E, d], with `corrected` gate.e_score_correction_bias [E], the
+    routed experts (experts.N.gate_proj.weight and so on, or the stacks experts.gate_up_proj [E, 2i, d] and experts.down_proj
+    [E, d, i]) and with `shared` shared_experts.gate_proj.weight and so on, `shared` experts wide. Experts are of 8 bits if
+    all are stored so.
     """
-    gate = take(f"{prefix}gate.weight", routing.experts, hidden)
-    correction = take(f"{prefix}gate.e_score_correction_bias", routing.experts) if corrected else None
-    stack = ExpertStack(routing.experts + shared, hidden, width, dtype, device, deterministic=deterministic)
-    if has(f"{prefix}experts.gate_up_proj"):
-        gate_up = take(f"{prefix}experts.gate_up_proj", routing.experts, 2 * width, hidden)
-        down = take(f"{prefix}experts.down_proj", routing.experts, hidden, width)
-        for e in range(routing.experts):
-            gate_rows, up_rows = gate_up[e].chunk(2)
-            stack.put(e, gate_rows, up_rows, down[e])
-        del gate_up, down
+    gate = weights.tensor(f"{prefix}gate.weight", routing.experts, hidden)
+    correction = None
+    if corrected:
+        correction = weights.tensor(f"{prefix}gate.e_score_correction_bias", routing.experts, dtype=torch.float32)
+    count = routing.experts
+    stack = ExpertStack(
+        count + shared, hidden, width, weights.dtype, weights.device, deterministic=weights.deterministic
+    )
+    read: Callable[[str, int, int], Weight] = weights.tensor
+    if f"{prefix}experts.gate_up_proj" in weights.checkpoint:
+        _put_stacked(weights, prefix, stack, count, hidden, width)
     else:
-        for e in range(routing.experts):
-            expert = f"{prefix}experts.{e}."
-            stack.put(
-                e,
-                take(f"{expert}{names.gate}.weight", width, hidden),
-                take(f"{expert}{names.up}.weight", width, hidden),
-                take(f"{expert}{names.down}.weight", hidden, width),
-            )
+        modules = [(f"{prefix}experts.{e}.", names) for e in range(count)]
+        if shared:
+            modules.append((f"{prefix}shared_experts.", ExpertNames()))
+        if _are_fp8(weights, modules, whole=shared < 2 or width % BLOCK == 0):
+            read = weights.weight
+        for e, (module, _) in enumerate(modules[:count]):
+            stack.put(e, *_read(read, module, names, hidden, width))
     if shared:
-        gates = take(f"{prefix}shared_experts.gate_proj.weight", shared * width, hidden).chunk(shared)
-        ups = take(f"{prefix}shared_experts.up_proj.weight", shared * width, hidden).chunk(shared)
-        downs = take(f"{prefix}shared_experts.down_proj.weight", hidden, shared * width).chunk(shared, 1)
-        for s in range(shared):
-            stack.put(routing.experts + s, gates[s], ups[s], downs[s])
+        joint = _read(read, f"{prefix}shared_experts.", ExpertNames(), hidden, shared * width)
+        gates, ups, downs = (split(weight, shared, dim) for weight, dim in zip(joint, (0, 0, 1), strict=True))
+        for s, parts in enumerate(zip(gates, ups, downs, strict=True)):
+            stack.put(count + s, *parts)
     return Experts.pack(routing, gate, stack.finish(), correction=correction)
+
+
+def _read(
+    read: Callable[[str, int, int], Weight], module: str, names: ExpertNames, hidden: int, width: int
+) -> tuple[Weight, Weight, Weight]:
+    """Gate, up and down of the expert whose tensors' names begin with `module`."""
+    gate, up = (read(f"{module}{name}.weight", width, hidden) for name in (names.gate, names.up))
+    return gate, up, read(f"{module}{names.down}.weight", hidden, width)
+
+
+def _put_stacked(weights: WeightSource, prefix: str, stack: ExpertStack, experts: int, hidden: int, width: int) -> None:
+    gate_up = weights.tensor(f"{prefix}experts.gate_up_proj", experts, 2 * width, hidden)
+    down = weights.tensor(f"{prefix}experts.down_proj", experts, hidden, width)
+    for e in range(experts):
+        gate, up = gate_up[e].chunk(2)
+        stack.put(e, gate, up, down[e])
+
+
+def _are_fp8(weights: WeightSource, modules: Sequence[tuple[str, ExpertNames]], *, whole: bool) -> bool:
+    """Whether all experts can stay of 8 bits: they are stored so, and `whole`: none ends within a block of scales."""
+    stored = (f"{module}{name}.weight" for module, n in modules for name in (n.gate, n.up, n.down))
+    return whole and all(weights.checkpoint.quantised(name) for name in stored)

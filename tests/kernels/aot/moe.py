@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from lockstep_kernels.fp8 import BLOCK, E4M3
 from lockstep_kernels.moe import grouped, kernel, skinny
-from lockstep_kernels.moe.weights import ExpertWeights, Routing
+from lockstep_kernels.moe.weights import ExpertWeights, Routing, Stack
 from lockstep_kernels.rms_norm import Norm
 from tests.kernels import launches
 
@@ -27,11 +28,17 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+def of_8_bits(experts: int, parts: int, rows: int, columns: int, kind: str) -> Stack:
+    scales = (-(-rows // BLOCK), -(-columns // BLOCK)) if kind == "blocks" else (rows,)
+    scale = empty(experts, parts * scales[0], *scales[1:], dtype=torch.float32)
+    return Stack(empty(experts, parts * rows, columns, dtype=E4M3), scale)
+
+
 def variants() -> Iterator[tuple[str, Callable[[], Any]]]:
     for model, (routing, shared, hidden, width) in MODELS.items():
         chosen, count = routing.top_k + shared, routing.experts + shared
         gate_up, down = empty(count, 2 * width, hidden), empty(count, hidden, width)
-        packed = ExpertWeights(count, hidden, width, torch.bfloat16, gate_up, down)
+        packed = ExpertWeights(count, hidden, width, torch.bfloat16, Stack(gate_up), Stack(down))
         correction = empty(routing.experts, dtype=torch.float32) if routing.scoring == "sigmoid" else None
         for tokens in TOKENS:
             name = f"{model} T={tokens}"
@@ -44,6 +51,25 @@ def variants() -> Iterator[tuple[str, Callable[[], Any]]]:
             else:
                 products = partial(grouped.experts, x, ids, weights, packed, pdl=True)
                 yield from launches.variants(f"{name} experts", products, 3)
+        for kind in ("rows", "blocks"):
+            for tokens in (1, 64, 256, 512, 8192):
+                x = empty(tokens, hidden)
+                ids, weights = empty(tokens, chosen, dtype=torch.int32), empty(tokens, chosen, dtype=torch.float32)
+                packed = ExpertWeights(
+                    count,
+                    hidden,
+                    width,
+                    torch.bfloat16,
+                    of_8_bits(count, 2, width, hidden, kind),
+                    of_8_bits(count, 1, hidden, width, kind),
+                )
+                name = f"{model} e4m3 {kind} T={tokens}"
+                if tokens <= skinny.MOST_TOKENS:
+                    mix = partial(skinny.mix, x, ids, weights, packed, x, None, pdl=True)
+                    yield from launches.variants(f"{name} mix", mix, 2)
+                else:
+                    products = partial(grouped.experts, x, ids, weights, packed, pdl=True)
+                    yield from launches.variants(f"{name} experts", products, 3)
         live = empty(tokens, dtype=torch.bool)
         route = partial(kernel.route, logits, routing, correction, live, shared, pdl=True)
         yield from launches.variants(f"{model} route", route, 1)

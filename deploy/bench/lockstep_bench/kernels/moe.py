@@ -108,8 +108,8 @@ def _by_torch(model: Model, run: Run) -> torch.Tensor:
     plan = kernel.plan(run.ids, model.experts, grouped.LARGEST_BLOCK)
     order = plan.order.long()
     rows = run.x[order // run.ids.shape[1]]
-    gated = elementwise.silu_mul(torch._grouped_mm(rows, packed.gate_up.mT, offs=plan.ends))
-    results = torch._grouped_mm(gated, packed.down.mT, offs=plan.ends)
+    gated = elementwise.silu_mul(torch._grouped_mm(rows, packed.gate_up.values.mT, offs=plan.ends))
+    results = torch._grouped_mm(gated, packed.down.values.mT, offs=plan.ends)
     pairs = torch.empty_like(results)
     pairs[order] = results * run.factors.flatten()[order, None].to(DTYPE)
     return combine(pairs.view(*run.ids.shape, -1), run.ids, plus=run.hidden)
@@ -165,8 +165,8 @@ def _error(model: Model, run: Run, call: Callable[[], Any]) -> float:
     got, worst = call(), 0.0
     for t in range(min(CHECKED, len(run.x))):
         ids = run.ids[t].long()
-        gate, up = (packed.gate_up[ids].float() @ run.x[t].float()).chunk(2, 1)
-        results = packed.down[ids].float() @ (torch.nn.functional.silu(gate) * up)[..., None]
+        gate, up = (packed.gate_up.values[ids].float() @ run.x[t].float()).chunk(2, 1)
+        results = packed.down.values[ids].float() @ (torch.nn.functional.silu(gate) * up)[..., None]
         want = run.hidden[t].float() + (results[..., 0] * run.factors[t, :, None]).sum(0)
         worst = max(worst, float(((got[t].float() - want).abs() / want.abs().clamp(min=1)).max()))
     if not worst < WORST:

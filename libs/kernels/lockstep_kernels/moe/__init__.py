@@ -13,13 +13,14 @@ import torch
 from lockstep_kernels.checks import check_shape
 from lockstep_kernels.linear import Packed, linear, pack
 from lockstep_kernels.moe import cpu
-from lockstep_kernels.moe.weights import ExpertStack, ExpertWeights, Routing, pack_experts
+from lockstep_kernels.moe.weights import ExpertStack, ExpertWeights, Routing, Weight, pack_experts, split
 from lockstep_kernels.rms_norm import Norm, rms_norm
 
 __all__ = [
     "ExpertStack",
     "ExpertWeights",
     "Routing",
+    "Weight",
     "combine",
     "experts",
     "fuses_norm",
@@ -28,6 +29,7 @@ __all__ = [
     "pack_experts",
     "pack_gate",
     "route",
+    "split",
 ]
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from lockstep_kernels.checks import check_shape
-from lockstep_kernels.linear import Packed, pack
-from lockstep_kernels.swiglu import GateUp, pack_gate_up
+from lockstep_kernels.fp8 import BLOCK, E4M3, Fp8Weight
+from lockstep_kernels.linear import Packed, pack, pack_fp8
+from lockstep_kernels.swiglu import GateUp, pack_gate_up, pack_gate_up_fp8
 
 MAX_EXPERTS = 1024
 MAX_CHOSEN = 32
+
+Weight = torch.Tensor | Fp8Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,23 @@ class Routing:
 
 
 @dataclass(frozen=True, slots=True)
+class Stack:
+    """One weight [n, k] of each of E experts; of 8 bits if it has scales, as in `lockstep_kernels.fp8.Fp8Weight`."""
+
+    values: torch.Tensor  # [E, n, k]
+    scale: torch.Tensor | None = (
+        None  # float32 [E, n], or a scale a block; gate and up have rows of blocks of their own
+    )
+
+    @property
+    def scales(self) -> Literal["none", "rows", "blocks"]:
+        """What scales belong to."""
+        if self.scale is None:
+            return "none"
+        return "rows" if self.scale.dim() == 2 else "blocks"
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """The weights of E experts of width i over hidden states of width d, in the form their device computes with.
 
@@ -66,8 +87,8 @@ class ExpertWeights:
     hidden: int
     width: int
     dtype: torch.dtype
-    gate_up: torch.Tensor | None  # [E, 2i, d], each expert's gate rows before its up rows; None where packed
-    down: torch.Tensor | None  # [E, d, i]
+    gate_up: Stack | None  # [E, 2i, d], each expert's gate rows before its up rows; None where packed
+    down: Stack | None  # [E, d, i]
     packed: tuple[tuple[GateUp, Packed], ...] = ()  # on CPU: one pair an expert
     deterministic: bool = False
 
@@ -86,38 +107,49 @@ class ExpertStack:
         deterministic: bool = False,
     ) -> None:
         self._shape = (experts, hidden, width)
+        self._dtype, self._device = dtype, device
         self._deterministic = deterministic
         self._packed: list[tuple[GateUp, Packed] | None] = [None] * experts
-        self._gate_up = self._down = None
-        if device.type != "cpu":
-            self._gate_up = torch.empty(experts, 2 * width, hidden, dtype=dtype, device=device)
-            self._down = torch.empty(experts, hidden, width, dtype=dtype, device=device)
+        self._gate_up: Stack | None = None
+        self._down: Stack | None = None
         self._missing = set(range(experts))
 
-    def put(self, expert: int, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> None:
-        """gate and up [i, d], down [d, i]. They may be freed afterwards."""
+    def put(self, expert: int, gate: Weight, up: Weight, down: Weight) -> None:
+        """gate and up [i, d], down [d, i], of the stack's dtype or all of 8 bits. They may be freed afterwards."""
         _, hidden, width = self._shape
         for name, weight, shape in (
             ("gate", gate, (width, hidden)),
             ("up", up, (width, hidden)),
             ("down", down, (hidden, width)),
         ):
-            check_shape(name, weight, shape)
+            check_shape(name, _values(weight), shape)
         self._missing.remove(expert)
+        if self._device.type == "cpu":
+            self._packed[expert] = (_pack_gate_up(gate, up, self._dtype), _pack(down, self._dtype))
+            return
         if self._gate_up is None or self._down is None:
-            self._packed[expert] = (pack_gate_up(gate, up), pack(down.contiguous()))
-        else:
-            self._gate_up[expert, :width].copy_(gate)
-            self._gate_up[expert, width:].copy_(up)
-            self._down[expert].copy_(down)
+            self._gate_up, self._down = (self._empty(*parts) for parts in ((gate, up), (down,)))
+        _fill(self._gate_up, expert, gate, up)
+        _fill(self._down, expert, down)
 
     def finish(self) -> ExpertWeights:
         """Raises ValueError if an expert was never put."""
         if self._missing:
             raise ValueError(f"experts {sorted(self._missing)} have no weights")
         packed = tuple(pair for pair in self._packed if pair is not None)
-        dtype = packed[0][1].dtype if self._down is None else self._down.dtype
+        dtype = packed[0][1].dtype if packed else self._dtype
         return ExpertWeights(*self._shape, dtype, self._gate_up, self._down, packed, self._deterministic)
+
+    def _empty(self, *parts: Weight) -> Stack:
+        """For all experts what `parts`, one below the other, are for one."""
+        first, count = parts[0], len(parts)
+        experts = self._shape[0]
+        n, k = _values(first).shape
+        if isinstance(first, torch.Tensor):
+            return Stack(torch.empty(experts, count * n, k, dtype=self._dtype, device=self._device))
+        rows, *columns = first.scale.shape
+        scale = torch.empty(experts, count * rows, *columns, device=self._device)
+        return Stack(torch.empty(experts, count * n, k, dtype=E4M3, device=self._device), scale)
 
 
 def pack_experts(gate_up: torch.Tensor, down: torch.Tensor, *, deterministic: bool = False) -> ExpertWeights:
@@ -125,10 +157,54 @@ def pack_experts(gate_up: torch.Tensor, down: torch.Tensor, *, deterministic: bo
     experts, hidden, width = down.shape
     check_shape("gate_up", gate_up, (experts, 2 * width, hidden))
     if down.device.type != "cpu":
-        stacks = gate_up.contiguous(), down.contiguous()
+        stacks = Stack(gate_up.contiguous()), Stack(down.contiguous())
         return ExpertWeights(experts, hidden, width, down.dtype, *stacks, deterministic=deterministic)
     stack = ExpertStack(experts, hidden, width, down.dtype, down.device)
     for e in range(experts):
         gate, up = gate_up[e].chunk(2)
         stack.put(e, gate, up, down[e])
     return stack.finish()
+
+
+def split(weight: Weight, parts: int, dim: int) -> tuple[Weight, ...]:
+    """Equal parts of a weight along its rows (dim 0) or columns (dim 1). Raises ValueError if one would end within a block of
+    scales."""
+    if isinstance(weight, torch.Tensor):
+        return weight.chunk(parts, dim)
+    scales: Sequence[torch.Tensor] = [weight.scale] * parts  # those of rows are the same for all columns
+    if weight.blocks or dim == 0:
+        if weight.blocks and weight.values.shape[dim] % (parts * BLOCK):
+            raise ValueError(f"blocks of scales do not divide into {parts} parts of {tuple(weight.values.shape)}")
+        scales = weight.scale.chunk(parts, dim)
+    values = weight.values.chunk(parts, dim)
+    return tuple(Fp8Weight(v, scale) for v, scale in zip(values, scales, strict=True))
+
+
+def _fill(stack: Stack, expert: int, *parts: Weight) -> None:
+    if len({part.scale.dim() if isinstance(part, Fp8Weight) else 0 for part in parts} | {_scale_dim(stack)}) > 1:
+        raise ValueError(f"the weights of expert {expert} are not quantised as those of the others are")
+    for target, part in zip(stack.values[expert].chunk(len(parts)), parts, strict=True):
+        target.copy_(_values(part))
+    if stack.scale is not None:
+        for target, part in zip(stack.scale[expert].chunk(len(parts)), parts, strict=True):
+            assert isinstance(part, Fp8Weight)
+            target.copy_(part.scale)
+
+
+def _scale_dim(stack: Stack) -> int:
+    return 0 if stack.scale is None else stack.scale.dim() - 1
+
+
+def _values(weight: Weight) -> torch.Tensor:
+    return weight.values if isinstance(weight, Fp8Weight) else weight
+
+
+def _pack(weight: Weight, dtype: torch.dtype) -> Packed:
+    return pack_fp8(weight, None, dtype) if isinstance(weight, Fp8Weight) else pack(weight.contiguous())
+
+
+def _pack_gate_up(gate: Weight, up: Weight, dtype: torch.dtype) -> GateUp:
+    if isinstance(gate, Fp8Weight) and isinstance(up, Fp8Weight):
+        return pack_gate_up_fp8(gate, up, dtype)
+    assert isinstance(gate, torch.Tensor) and isinstance(up, torch.Tensor)
+    return pack_gate_up(gate, up)

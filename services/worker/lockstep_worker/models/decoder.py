@@ -180,6 +180,11 @@ class WeightSource:
             return dequantise(self._fp8(name, *shape), dtype or self.dtype)
         return self.checkpoint.take(name, shape, dtype or self.dtype).to(self.device)
 
+    def weight(self, name: str, rows: int, columns: int) -> torch.Tensor | Fp8Weight:
+        """As products take it: of 8 bits if it is stored so."""
+        quantised = self.checkpoint.quantised(name)
+        return self._fp8(name, rows, columns) if quantised else self.tensor(name, rows, columns)
+
     def norm(self, name: str, size: int) -> Norm:
         """`name`.weight and the model's eps."""
         return Norm(self.tensor(f"{name}.weight", size, dtype=torch.float32), self._eps)

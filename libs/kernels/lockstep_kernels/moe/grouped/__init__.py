@@ -23,7 +23,7 @@ def experts(
         return x.new_empty(0, chosen, packed.hidden)
     assert packed.gate_up is not None and packed.down is not None
     rows = block_rows(tokens * chosen, packed.experts, deterministic=packed.deterministic)
-    first, second = tilings(rows)
+    first, second = tilings(rows, of_8_bits=packed.down.scale is not None)
     plan = order.plan(ids, packed.experts, rows, pdl=pdl)
     gated = kernel.gate_up(x, packed.gate_up, plan, chosen, first, pdl=pdl)
     pairs = kernel.down(gated, packed.down, plan, weights, second, pdl=pdl)
@@ -42,12 +42,16 @@ def block_rows(pairs: int, experts: int, *, deterministic: bool = False) -> int:
     return rows
 
 
-def tilings(rows: int) -> tuple[Tiling, Tiling]:
+def tilings(rows: int, *, of_8_bits: bool = False) -> tuple[Tiling, Tiling]:
     """Of gate and up, and of down, for blocks of that many rows.
 
     Up to 32 rows the time is that of reading weights: three programs share a processor's memory, each with 48 KiB on the way.
-    From 64 on it is that of the tensor cores.
+    From 64 on it is that of the tensor cores. Weights of 8 bits are widened on their way from memory to the tensor cores,
+    which take them from registers on the left only.
     """
+    if of_8_bits:
+        warps = 4 if rows <= 32 else 8
+        return Tiling(64, 128, 4, warps, swap=True), Tiling(128, 128, 4, warps, swap=True)
     if rows <= 32:
         return Tiling(64, 64, 4, 4, swap=True), Tiling(128, 64, 4, 4, swap=True)
     if rows == 64:

@@ -15,7 +15,11 @@ import triton.language as tl
 
 from lockstep_kernels import dependent
 from lockstep_kernels.dependent import release, wait
+from lockstep_kernels.fp8 import BLOCK
+from lockstep_kernels.moe.weights import Stack
 from lockstep_kernels.rms_norm import Norm
+
+SCALE_BLOCK = tl.constexpr(BLOCK)
 
 
 @triton.jit
@@ -30,10 +34,17 @@ def _tile(at, column, k, inside_n, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
+def _block_scales(at, column, k, K: tl.constexpr):
+    """[BLOCK_K] scales of the blocks that columns from `column` on lie in; `at` is their row of blocks."""
+    return tl.load(at + (column + k) // SCALE_BLOCK, mask=column + k < K, other=0.0)
+
+
+@triton.jit
 def _gate_up(
     x_ptr,
     gain_ptr,
     w_ptr,
+    scale_ptr,
     ids_ptr,
     out_ptr,
     eps,
@@ -41,6 +52,7 @@ def _gate_up(
     HIDDEN: tl.constexpr,
     WIDTH: tl.constexpr,
     NORM: tl.constexpr,
+    SCALES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
@@ -63,6 +75,9 @@ def _gate_up(
     up_sum = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)
     x_at = x_ptr + pair // CHOSEN * HIDDEN
+    ACROSS: tl.constexpr = (HIDDEN + SCALE_BLOCK - 1) // SCALE_BLOCK
+    DOWN: tl.constexpr = (WIDTH + SCALE_BLOCK - 1) // SCALE_BLOCK
+    gate_scale = scale_ptr + (expert * (2 * DOWN) + tl.program_id(0) * BLOCK_N // SCALE_BLOCK) * ACROSS
     for column in range(0, HIDDEN, BLOCK_K):
         next_gate, next_up = gate, up
         if column + BLOCK_K < HIDDEN:
@@ -73,12 +88,21 @@ def _gate_up(
         if NORM:
             squares += x * x
             x *= tl.load(gain_ptr + column + k, mask=inside, other=0.0, eviction_policy="evict_last")
+        x_up = x
+        if SCALES == "blocks":
+            x_up = x * _block_scales(gate_scale + DOWN * ACROSS, column, k, HIDDEN)
+            x *= _block_scales(gate_scale, column, k, HIDDEN)
         gate_sum += gate.to(tl.float32) * x[None, :]
-        up_sum += up.to(tl.float32) * x[None, :]
+        up_sum += up.to(tl.float32) * x_up[None, :]
         gate, up = next_gate, next_up
     scale = tl.rsqrt(tl.sum(squares) / HIDDEN + eps) if NORM else 1.0
     g = tl.sum(gate_sum, 1) * scale
-    y = g / (1 + tl.exp(-g)) * (tl.sum(up_sum, 1) * scale)
+    u = tl.sum(up_sum, 1) * scale
+    if SCALES == "rows":
+        row_scale = scale_ptr + expert * (2 * WIDTH) + n
+        g *= tl.load(row_scale, mask=inside_n, other=0.0)
+        u *= tl.load(row_scale + WIDTH, mask=inside_n, other=0.0)
+    y = g / (1 + tl.exp(-g)) * u
     tl.store(out_ptr + pair * WIDTH + n, y.to(out_ptr.dtype.element_ty), mask=inside_n)
 
 
@@ -93,6 +117,7 @@ def _experts_tile(at, column, k, mask, K: tl.constexpr, BLOCK_K: tl.constexpr):
 def _down(
     x_ptr,
     w_ptr,
+    scale_ptr,
     ids_ptr,
     factors_ptr,
     plus_ptr,
@@ -101,6 +126,7 @@ def _down(
     CHOSEN_PAD: tl.constexpr,
     HIDDEN: tl.constexpr,
     WIDTH: tl.constexpr,
+    SCALES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
@@ -119,16 +145,25 @@ def _down(
     mask = there[:, None, None] & (n < HIDDEN)[None, :, None]
     w = _experts_tile(w_at, 0, k, mask, WIDTH, BLOCK_K)
     total = tl.zeros((CHOSEN_PAD, BLOCK_N, BLOCK_K), tl.float32)
+    ACROSS: tl.constexpr = (WIDTH + SCALE_BLOCK - 1) // SCALE_BLOCK
+    DOWN: tl.constexpr = (HIDDEN + SCALE_BLOCK - 1) // SCALE_BLOCK
+    block_scale = scale_ptr + (expert * DOWN + tl.program_id(0) * BLOCK_N // SCALE_BLOCK) * ACROSS
     for column in range(0, WIDTH, BLOCK_K):
         next_w = w
         if column + BLOCK_K < WIDTH:
             next_w = _experts_tile(w_at, column + BLOCK_K, k, mask, WIDTH, BLOCK_K)
         inside = there[:, None] & (column + k < WIDTH)[None, :]
         x = tl.load(x_ptr + pair[:, None] * WIDTH + column + k[None, :], mask=inside, other=0.0).to(tl.float32)
+        if SCALES == "blocks":
+            x *= tl.load(block_scale[:, None] + ((column + k) // SCALE_BLOCK)[None, :], mask=inside, other=0.0)
         total += w.to(tl.float32) * x[:, None, :]
         w = next_w
     factors = tl.load(factors_ptr + pair, mask=there, other=0.0)
-    y = tl.sum(tl.sum(total, 2) * factors[:, None], 0)
+    results = tl.sum(total, 2)
+    if SCALES == "rows":
+        inside = there[:, None] & (n < HIDDEN)[None, :]
+        results *= tl.load(scale_ptr + expert[:, None] * HIDDEN + n[None, :], mask=inside, other=0.0)
+    y = tl.sum(results * factors[:, None], 0)
     at = token * HIDDEN + n
     y += tl.load(plus_ptr + at, mask=n < HIDDEN, other=0.0).to(tl.float32)
     tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=n < HIDDEN)
@@ -157,14 +192,14 @@ def down_tiling(width: int, chosen: int) -> Tiling:
 def gate_up(
     x: torch.Tensor,
     norm: Norm | None,
-    weights: torch.Tensor,
+    weights: Stack,
     ids: torch.Tensor,
     *,
     tiling: Tiling | None = None,
     pdl: bool | None = None,
 ) -> torch.Tensor:
     """[P, i]: silu(x @ gate.T) * (x @ up.T) of each pair. x [T, d], to be normalised if there is a norm; weights [E, 2i, d]."""
-    _, rows, hidden = weights.shape
+    _, rows, hidden = weights.values.shape
     width, pairs = rows // 2, ids.numel()
     pdl = dependent.supported(x.device) if pdl is None else pdl
     out = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
@@ -172,7 +207,8 @@ def gate_up(
     _gate_up[(triton.cdiv(width, tiling.block_n), pairs)](
         x,
         x if norm is None else norm.gain,
-        weights,
+        weights.values,
+        x if weights.scale is None else weights.scale,
         ids,
         out,
         0.0 if norm is None else norm.eps,
@@ -180,6 +216,7 @@ def gate_up(
         HIDDEN=hidden,
         WIDTH=width,
         NORM=norm is not None,
+        SCALES=weights.scales,
         BLOCK_N=tiling.block_n,
         BLOCK_K=tiling.block_k,
         PDL=pdl,
@@ -191,7 +228,7 @@ def gate_up(
 
 def down(
     x: torch.Tensor,
-    weights: torch.Tensor,
+    weights: Stack,
     ids: torch.Tensor,
     factors: torch.Tensor,
     plus: torch.Tensor,
@@ -201,13 +238,14 @@ def down(
 ) -> torch.Tensor:
     """[T, d]: plus + the weighted sum of x @ down.T over a token's pairs. x [P, i]; weights [E, d, i]; ids and factors [T, k]."""
     tokens, chosen = ids.shape
-    _, hidden, width = weights.shape
+    _, hidden, width = weights.values.shape
     pdl = dependent.supported(x.device) if pdl is None else pdl
     out = torch.empty_like(plus)
     tiling = tiling or down_tiling(width, chosen)
     _down[(triton.cdiv(hidden, tiling.block_n), tokens)](
         x,
-        weights,
+        weights.values,
+        x if weights.scale is None else weights.scale,
         ids,
         factors,
         plus,
@@ -216,6 +254,7 @@ def down(
         CHOSEN_PAD=triton.next_power_of_2(chosen),
         HIDDEN=hidden,
         WIDTH=width,
+        SCALES=weights.scales,
         BLOCK_N=tiling.block_n,
         BLOCK_K=tiling.block_k,
         PDL=pdl,

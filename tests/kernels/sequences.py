@@ -81,7 +81,7 @@ class Sequences:
                 continue
             logits = self.run(kind, part, wanted=wanted)
             counts = [end - start if wanted == EVERY else 1 for _, start, end in part]
-            for (i, _, _), rows in zip(part, logits.split(counts), strict=True):
+            for (i, _, _), rows in zip(part, torch.split(logits, counts), strict=True):
                 found[i] = torch.cat((found[i], rows)) if wanted == EVERY and i in found else rows
         return torch.cat([found[i] for i, _, _ in chunks])
 

@@ -221,8 +221,8 @@ def test_prompts(
     """With and without cached positions before them, in pieces of any size."""
     operands = make(shape, tuple(spans), block_size, dtype, interleaved=interleaved)
     want = operands.expected()
-    rows = 128 if ON_GPU else 32
-    plan = cuda.plan_prompts(operands.batch(decode=False), operands.expansion, dtype, rows=rows, piece=piece * LONG)
+    tiling = cuda.choose_tiling(dtype) if ON_GPU else cuda.Tiling(32, 32, 4, 2)
+    plan = cuda.plan_prompts(operands.batch(decode=False), operands.expansion, dtype, tiling, piece * LONG)
     out = poisoned(len(operands.q) + 1, shape.heads * shape.value, dtype=dtype)
     assert cuda.finish(operands.q, operands.latents, operands.norm, operands.cache, operands.prepared) is None
     cuda.attend(operands.q, operands.latents, operands.cache, plan, operands.expansion, operands.scale, out)
@@ -236,7 +236,7 @@ def test_a_fault_of_one_sequence_stays_there() -> None:
     want = operands.expected()[3]
     operands.latents[30:50] = torch.nan
     cuda.finish(operands.q, operands.latents, operands.norm, operands.cache, operands.prepared)
-    plan = cuda.plan_prompts(operands.batch(decode=False), operands.expansion, torch.float32)
+    plan = cuda.plan_prompts(operands.batch(decode=False), operands.expansion, torch.float32, cuda.Tiling(32, 32, 4, 2))
     out = poisoned(84, shape.heads * shape.value)
     cuda.attend(operands.q, operands.latents, operands.cache, plan, operands.expansion, operands.scale, out)
     others = [*range(30), *range(50, 83)]

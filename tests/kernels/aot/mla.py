@@ -55,6 +55,7 @@ def _decode(heads: int, dtype: torch.dtype, block_size: int, sequences: int) -> 
 def _prompts(heads: int, dtype: torch.dtype, before: int) -> None:
     q, latents, norm, cache, prepared, expansion = _operands(heads, 4, dtype, 64)
     lens, table = torch.tensor([before + 4]), torch.zeros(1, 16, dtype=torch.int64)
-    plan = cuda.plan_prompts(LatentBatch(False, (4,), (before + 4,), lens, table, 64), expansion, dtype)
+    batch = LatentBatch(False, (4,), (before + 4,), lens, table, 64)
+    plan = cuda.plan_prompts(batch, expansion, dtype, cuda.choose_tiling(dtype))
     cuda.finish(q, latents, norm, cache, prepared)
     cuda.attend(q, latents, cache, plan, expansion, 0.1, torch.empty(4, heads * VALUE, dtype=dtype))

@@ -74,7 +74,7 @@ def cases() -> Iterator[Case]:
 
 
 def tuning() -> Iterator[Case]:
-    """Other ways to cut a decode step, to be compared with the chosen one."""
+    """Other ways to cut the work, to be compared with the chosen one."""
     for heads, changes in (
         (
             LITE,
@@ -106,6 +106,15 @@ def tuning() -> Iterator[Case]:
         for lens in ((384,), (8192,), (1088,) * 64, (640,) * 256):
             for change in changes:
                 yield from decode_parts(heads, lens, split=replace(chosen, **change), what=str(change), finish=False)
+    for tiling in (
+        cuda.Tiling(128, 64, 8, 2),
+        cuda.Tiling(128, 64, 8, 4),
+        cuda.Tiling(128, 128, 8, 2),
+        cuda.Tiling(64, 64, 4, 3),
+        cuda.Tiling(64, 128, 4, 2),
+        cuda.Tiling(128, 64, 4, 3),
+    ):
+        yield prompt_case(LITE, ((0, 4096),) * 4, tiling, str(tiling))
 
 
 def decode_case(heads: int, lens: tuple[int, ...], *, block_size: int = 64) -> Case:
@@ -160,13 +169,18 @@ def decode_parts(
     )
 
 
-def prompt_case(heads: int, spans: tuple[tuple[int, int], ...]) -> Case:
+def prompt_case(
+    heads: int, spans: tuple[tuple[int, int], ...], tiling: cuda.Tiling | None = None, what: str = ""
+) -> Case:
     """Expansion included, of new and of cached positions."""
     lens = tuple(before + new for before, new in spans)
     table = _table(lens, 64)
     layer = _layer(heads, sum(new for _, new in spans), int(table.max()), 64)
     batch = LatentBatch(False, tuple(new for _, new in spans), lens, torch.tensor(lens, device=DEVICE), table, 64)
-    prepared = replace(_prepared(table, spans, 64), plan=cuda.plan_prompts(batch, layer.expansion, DTYPE))
+    prepared = replace(
+        _prepared(table, spans, 64),
+        plan=cuda.plan_prompts(batch, layer.expansion, DTYPE, tiling or cuda.choose_tiling(DTYPE)),
+    )
 
     def run(layer: Layer) -> torch.Tensor:
         attention(
@@ -175,7 +189,7 @@ def prompt_case(heads: int, spans: tuple[tuple[int, int], ...]) -> Case:
         return layer.out
 
     return Case(
-        f"prompts h{heads} {_counted(spans)}",
+        f"prompts h{heads} {_counted(spans)} {what}".rstrip(),
         [partial(run, layer)] * 4,
         bytes=2.0 * layer.q.numel() * 2 + sum(lens) * (RANK + ROPE) * 2.0,
         flops=_prompt_flops(heads, spans) + 2.0 * sum(lens) * heads * (NOPE + VALUE) * RANK,

@@ -26,7 +26,6 @@ from lockstep_kernels.rms_norm import Norm
 
 MANY: Final = 16  # sequences from which on merging and expanding values are two kernels
 PARTS: Final = 16  # that a program merges at a time
-QUERIES: Final = 128  # of one program
 PIECE_BYTES: Final = 1 << 27  # of a piece's keys and values
 
 _Span = tuple[int, int, int, int, int]  # first query, queries, first key, keys, keys that the first query sees
@@ -50,8 +49,8 @@ class DecodePlan:
     """Which program attends to what: the tiles of all sequences one after the other, in equal shares.
 
     A sequence is in as many parts as programs have a share of it. Program p's part of sequence b is part p + b, as each
-    next part is of the next program or of the next sequence. `plan` int32: each program's first sequence [programs], tiles a
-    share [1], first tile of each sequence and the end [B + 1]. Made on the device, so that a captured step follows the lengths.
+    next part is of the next program or of the next sequence. `plan` int32: for each program its first sequence, that one's first tile,
+    its end and its length [programs, 4]; tiles a share [1]; first tile of each sequence and the end [B + 1]. Made on the device, so that a captured step follows the lengths.
     """
 
     split: Split
@@ -68,6 +67,16 @@ class DecodePlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Tiling:
+    """How prompts cut their work: tiles of queries by tiles of keys."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """Cached positions that are expanded together: their slots in the cache [n] int64, and the spans that see them."""
 
@@ -79,7 +88,7 @@ class Piece:
 class PromptPlan:
     """The work of a pass. `spans` int32 [N, 5]: tiles of queries against keys, see `_Span`; the longest come first."""
 
-    rows: int  # queries of a tile
+    tiling: Tiling
     spans: torch.Tensor
     pieces: tuple[Piece, ...]
 
@@ -97,7 +106,7 @@ def prepare(batch: LatentBatch, expansion: Expansion, dtype: torch.dtype) -> Dec
         device = batch.seq_lens.device
         split = choose_split(expansion.heads, batch.block_size, dtype, device)
         return plan_decode(batch.seq_lens, batch.block_table, batch.block_size, expansion, split)
-    return plan_prompts(batch, expansion, dtype)
+    return plan_prompts(batch, expansion, dtype, choose_tiling(dtype))
 
 
 def attention(
@@ -132,7 +141,7 @@ def choose_split(heads: int, block_size: int, dtype: torch.dtype, device: torch.
         return Split(units, 16, 32, 2, warps=4, stages=2)
     if heads <= 16:
         return Split(2 * units, 16, 32, 2, warps=4, stages=3 + (block_size < 32))
-    return Split(max(1, units // triton.cdiv(heads, 32)), 32, 64, 1, warps=8, stages=2 + (block_size < 64))
+    return Split(max(1, units // triton.cdiv(heads, 32)), 32, 64, 1, warps=8, stages=2)
 
 
 def plan_decode(
@@ -140,7 +149,7 @@ def plan_decode(
 ) -> DecodePlan:
     """`split`: of `choose_split`, unless others are tried."""
     sequences, slots = seq_lens.shape[0], split.programs + seq_lens.shape[0]
-    plan = seq_lens.new_empty(slots + 2, dtype=torch.int32)
+    plan = seq_lens.new_empty(4 * split.programs + sequences + 2, dtype=torch.int32)
     kernel.plan_kernel[(split.programs,)](
         seq_lens,
         plan,
@@ -233,19 +242,24 @@ def _precision(operand: torch.Tensor) -> str:
     return "ieee" if operand.dtype == torch.float32 else "tf32"
 
 
+def choose_tiling(dtype: torch.dtype) -> Tiling:
+    """By the registers and the shared memory that a program needs."""
+    return Tiling(64, 32, 4, 2) if dtype.itemsize > 2 else Tiling(128, 64, 8, 3)
+
+
 def plan_prompts(
-    batch: LatentBatch, expansion: Expansion, dtype: torch.dtype, *, rows: int = QUERIES, piece: int | None = None
+    batch: LatentBatch, expansion: Expansion, dtype: torch.dtype, tiling: Tiling, piece: int | None = None
 ) -> PromptPlan:
-    """`rows` of a tile, and positions of a `piece` at most, are for tests."""
+    """`tiling`: of `choose_tiling`, unless others are tried; so is `piece`, the positions of one at most."""
     device = batch.seq_lens.device
     if piece is None:
-        piece = max(QUERIES, PIECE_BYTES // (expansion.weight[..., 0].numel() * dtype.itemsize))
+        piece = max(1, PIECE_BYTES // (expansion.weight[..., 0].numel() * dtype.itemsize))
     own: list[_Span] = []
     pieces: list[list[_Span]] = []
     owners: list[tuple[int, int]] = []  # sequences with cached positions, and how many
     first, room = 0, 0
     for i, (new, total) in enumerate(zip(batch.query_lens, batch.host_seq_lens, strict=True)):
-        own += _tiles(rows, first, new, first, new, causal=True)
+        own += _tiles(tiling.rows, first, new, first, new, causal=True)
         left = total - new
         if left:
             owners.append((i, left))
@@ -254,14 +268,14 @@ def plan_prompts(
                 pieces.append([])
                 room = piece
             count = min(left, room)
-            pieces[-1] += _tiles(rows, first, new, piece - room, count, causal=False)
+            pieces[-1] += _tiles(tiling.rows, first, new, piece - room, count, causal=False)
             left, room = left - count, room - count
         first += new
     groups = [sorted(spans, key=lambda span: -_work(span)) for spans in (own, *pieces)]
     flat = _upload([value for spans in groups for span in spans for value in span], torch.int32, device).view(-1, 5)
     spans, *others = torch.split(flat, [len(spans) for spans in groups])
     slots = torch.split(_cached_slots(batch, owners), piece) if owners else ()
-    return PromptPlan(rows, spans, tuple(Piece(*pair) for pair in zip(slots, others, strict=True)))
+    return PromptPlan(tiling, spans, tuple(Piece(*pair) for pair in zip(slots, others, strict=True)))
 
 
 def attend(
@@ -281,15 +295,15 @@ def attend(
         lse = torch.full((tokens, heads), -torch.inf, dtype=torch.float32, device=q.device)
     cached = cache.view(-1, cache.shape[-1])
     for piece in plan.pieces:
-        _launch(q, cached[piece.slots], piece.spans, plan.rows, expansion, scale, state, lse, state, True)
-    _launch(q, latents, plan.spans, plan.rows, expansion, scale, state, lse, out, bool(plan.pieces))
+        _launch(q, cached[piece.slots], piece.spans, plan.tiling, expansion, scale, state, lse, state, True)
+    _launch(q, latents, plan.spans, plan.tiling, expansion, scale, state, lse, out, bool(plan.pieces))
 
 
 def _launch(
     q: torch.Tensor,
     latents: torch.Tensor,
     spans: torch.Tensor,
-    rows: int,
+    tiling: Tiling,
     expansion: Expansion,
     scale: float,
     state: torch.Tensor,
@@ -300,13 +314,13 @@ def _launch(
     """Attends to the expanded latents [S, rank + rope]; with `merge` on top of what (state, lse) have, updating lse."""
     rank, heads, nope, value = expansion.rank, expansion.heads, expansion.nope, expansion.value
     expanded = torch.nn.functional.linear(latents[:, :rank], expansion.weight.view(-1, rank))
-    wide, pdl = q.dtype == torch.float32, dependent.supported(q.device)
+    pdl = dependent.supported(q.device)
     kernel.attend_kernel[(heads, spans.shape[0])](
         q, expanded, latents, spans, state, lse, out,
         q.stride(0), q.stride(1), expanded.stride(0), latents.stride(0), out.stride(0), scale * math.log2(math.e),
         HEADS=heads, NOPE=nope, BLOCK_NOPE=max(16, triton.next_power_of_2(nope)), ROPE=q.shape[2] - nope, RANK=rank,
-        VALUE=value, BLOCK_VALUE=max(16, triton.next_power_of_2(value)), MERGE=merge, ROWS=rows, TILE=32 if wide else 64,
-        PRECISION=_precision(q), PDL=pdl, launch_pdl=pdl, num_warps=8, num_stages=2 if wide else 3,
+        VALUE=value, BLOCK_VALUE=max(16, triton.next_power_of_2(value)), MERGE=merge, ROWS=tiling.rows, TILE=tiling.keys,
+        STAGES=tiling.stages, PRECISION=_precision(q), PDL=pdl, launch_pdl=pdl, num_warps=tiling.warps,
     )  # fmt: skip
 
 

@@ -25,12 +25,17 @@ def plan_kernel(lens_ptr, plan_ptr, sequences, limit, LEAST: tl.constexpr, TILE:
     tiles = tl.cdiv(lens, TILE)
     ends = tl.cumsum(tiles, 0)
     share = tl.maximum(tl.cdiv(tl.sum(tiles, 0), programs), LEAST)
-    before = (ends <= program * share) & (i < sequences)
-    tl.store(plan_ptr + program, tl.sum(before.to(tl.int32), 0))
+    known = i < sequences
+    first = tl.sum(((ends <= program * share) & known).to(tl.int32), 0)
+    stop = tl.sum(tl.where(i == first, ends, 0), 0)
+    tl.store(plan_ptr + 4 * program, first)
+    tl.store(plan_ptr + 4 * program + 1, stop - tl.sum(tl.where(i == first, tiles, 0), 0))
+    tl.store(plan_ptr + 4 * program + 2, stop)
+    tl.store(plan_ptr + 4 * program + 3, tl.sum(tl.where(i == first, lens, 0), 0))
     if program == 0:
-        tl.store(plan_ptr + programs, share)
-        tl.store(plan_ptr + programs + 1, 0)
-        tl.store(plan_ptr + programs + 2 + i, ends, mask=i < sequences)
+        tl.store(plan_ptr + 4 * programs, share)
+        tl.store(plan_ptr + 4 * programs + 1, 0)
+        tl.store(plan_ptr + 4 * programs + 2 + i, ends, mask=known)
 
 
 @triton.jit
@@ -136,20 +141,20 @@ def decode_kernel(
     release(PDL)
     wait(PDL)
     program, programs = tl.program_id(0), tl.num_programs(0)
-    starts = plan_ptr + programs + 1
-    share = tl.load(plan_ptr + programs)
+    starts = plan_ptr + 4 * programs + 1
+    share = tl.load(plan_ptr + 4 * programs)
+    sequence, start = tl.load(plan_ptr + 4 * program), tl.load(plan_ptr + 4 * program + 1)
+    stop, length = tl.load(plan_ptr + 4 * program + 2), tl.load(plan_ptr + 4 * program + 3)
     tile = program * share
     end = tl.minimum(tile + share, tl.load(starts + sequences))
     if tile >= end:
         return
-    sequence = tl.load(plan_ptr + program)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     i, r, key = tl.arange(0, RANK), tl.arange(0, ROPE), tl.arange(0, TILE)
     there = (head < HEADS)[:, None]
     while tile < end:
-        start, until = tl.load(starts + sequence), tl.minimum(end, tl.load(starts + sequence + 1))
+        until = tl.minimum(end, stop)
         if until > tile:
-            length = tl.load(lens_ptr + sequence).to(tl.int32)
             token = sequence.to(tl.int64)
             q = tl.load(absorbed_ptr + (token * HEADS + head[:, None]) * RANK + i[None, :], mask=there, other=0.0)
             q_rope = tl.load(
@@ -187,6 +192,10 @@ def decode_kernel(
             tl.store(lse_ptr + part, best + tl.log2(sum), mask=head < HEADS)
         tile = tl.maximum(tile, until)
         sequence += 1
+        start = stop
+        if tile < end:
+            stop = tl.load(starts + sequence + 1)
+            length = tl.load(lens_ptr + sequence).to(tl.int32)
 
 
 @triton.jit
@@ -196,8 +205,8 @@ def _merged(
 ):  # fmt: skip
     """float32 [RANK] of one sequence and head, from PARTS parts at a time; zeros if the sequence has no positions."""
     i, p = tl.arange(0, RANK), tl.arange(0, PARTS)
-    starts = plan_ptr + programs + 1 + sequence
-    share = tl.load(plan_ptr + programs)
+    starts = plan_ptr + 4 * programs + 1 + sequence
+    share = tl.load(plan_ptr + 4 * programs)
     start, end = tl.load(starts), tl.load(starts + 1)
     first = start // share
     count = tl.where(end > start, (end - 1) // share - first + 1, 0)
@@ -310,7 +319,7 @@ def attend_kernel(
     q_token, q_head, expanded_token, latents_token, out_token, scale,
     HEADS: tl.constexpr, NOPE: tl.constexpr, BLOCK_NOPE: tl.constexpr, ROPE: tl.constexpr, RANK: tl.constexpr,
     VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr, MERGE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Queries of one head against keys, as a span says; with MERGE on top of what state and lse have."""
     release(PDL)
@@ -329,12 +338,12 @@ def attend_kernel(
     sum = tl.zeros((ROWS,), tl.float32)
     mixed = tl.zeros((ROWS, BLOCK_VALUE), tl.float32)
     whole = visible // TILE * TILE  # keys that all queries see
-    for j in range(0, whole, TILE):
+    for j in tl.range(0, whole, TILE, num_stages=STAGES):
         best, sum, mixed = _tile(
             q, q_rope, best, sum, mixed, keys_ptr, expanded_token, rotated_ptr, latents_token, j, visible + i, keys,
             scale, NOPE, BLOCK_NOPE, ROPE, VALUE, BLOCK_VALUE, TILE, False, PRECISION,
         )  # fmt: skip
-    for j in range(whole, keys, TILE):
+    for j in tl.range(whole, keys, TILE, num_stages=STAGES):
         best, sum, mixed = _tile(
             q, q_rope, best, sum, mixed, keys_ptr, expanded_token, rotated_ptr, latents_token, j,
             tl.minimum(visible + i, keys), keys,

@@ -14,8 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from lockstep_common.errors import ConfigError
 from lockstep_common.steps import Kind
+from lockstep_kernels.fp8 import dequantise
 from lockstep_worker.models import Model, load_model
 from tests.kernels.sequences import EVERY, Sequences
+from tests.kernels.test_fp8_oracles import BLOCKS, ROWS, quantised
 
 VOCAB = 257
 LENGTH = 83  # past a tile of keys, and past the positions that YaRN starts from
@@ -202,6 +204,26 @@ def test_bits_do_not_depend_on_the_batch_nor_on_the_cut(name: str, dtype: torch.
         if model.generated_reusable:
             for row, (i, at, _) in zip(rows, chunks, strict=True):
                 assert torch.equal(row, alone[i][at])
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+@pytest.mark.parametrize("name", ["v2-lite", "v3"])
+def test_weights_of_8_bits(name: str, blocks: bool, tmp_path: Path) -> None:
+    """They are the weights that their values and scales stand for."""
+    build(name, tmp_path)
+    file = tmp_path / "model.safetensors"
+    stored, wide = load_file(file), load_file(file)
+    for key, tensor in load_file(file).items():
+        if key.endswith(("_proj.weight", "_mqa.weight")):
+            weight = quantised(tensor, blocks)
+            stored[key], wide[key] = weight.values, dequantise(weight, torch.float32)
+            scale = weight.scale if blocks else weight.scale[:, None].contiguous()
+            stored[key.removesuffix("weight") + ("weight_scale_inv" if blocks else "weight_scale")] = scale
+    save_file(wide, file, metadata={"format": "pt"})
+    want = Sequences(load(tmp_path), [prompt()]).run(Kind.PREFILL, [(0, 0, LENGTH)])
+    save_file(stored, file, metadata={"format": "pt"})
+    edit(tmp_path, quantization_config=BLOCKS if blocks else ROWS)
+    assert torch.equal(Sequences(load(tmp_path), [prompt()]).run(Kind.PREFILL, [(0, 0, LENGTH)]), want)
 
 
 def test_layers_for_further_tokens_are_passed_over_by_name(tmp_path: Path) -> None:

@@ -171,6 +171,8 @@ def split(weight: Weight, parts: int, dim: int) -> tuple[Weight, ...]:
     scales."""
     if isinstance(weight, torch.Tensor):
         return weight.chunk(parts, dim)
+    if parts == 1:
+        return (weight,)
     scales: Sequence[torch.Tensor] = [weight.scale] * parts  # those of rows are the same for all columns
     if weight.blocks or dim == 0:
         if weight.blocks and weight.values.shape[dim] % (parts * BLOCK):

@@ -70,6 +70,7 @@ def cases() -> Iterator[Case]:
     yield decode_case(LITE, (1088,) * 64, block_size=16)
     for heads, spans in PROMPTS:
         yield prompt_case(heads, spans)
+    for heads, spans in PROMPTS:
         yield from prompts_by_torch(heads, spans)
 
 

@@ -7,6 +7,8 @@ Weights of 8 bits are read as they are: by the kernel for a few rows beside oper
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 
 from lockstep_kernels.fp8 import Fp8Weight
@@ -15,6 +17,9 @@ from lockstep_kernels.linear import kernel
 from lockstep_kernels.linear.packed import Layout, Packed
 from lockstep_kernels.rms_norm import Norm, rms_norm
 from lockstep_kernels.swiglu import kernel as elementwise
+
+
+SMALL_WEIGHT: Final = 1 << 22  # elements
 
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None, deterministic: bool) -> Packed:
@@ -42,7 +47,7 @@ def linear(
     rows = x.shape[0]
     if rows == 0:
         return x.new_empty(0, packed.out_features, dtype=dtype)
-    if packed.layout is Layout.CUBLAS and rows > kernel.MOST_SKINNY:
+    if packed.layout is Layout.CUBLAS and not _is_skinny(packed, rows):
         return _cublas(x if norm is None else rms_norm(x, *norm), weight, bias, plus, dtype)
     in_place = plus is not None and plus.dtype == dtype and _may_overwrite(plus, x)
     out = plus if plus is not None and in_place else x.new_empty(rows, packed.out_features, dtype=dtype)
@@ -69,7 +74,9 @@ def gated(x: torch.Tensor, packed: Packed, norm: Norm | None) -> torch.Tensor:
 
 
 def _is_skinny(packed: Packed, rows: int) -> bool:
-    return packed.layout in (Layout.CUBLAS, Layout.FP8) and 0 < rows <= kernel.MOST_SKINNY
+    """Several rows cost the kernel registers that loads in flight need: beyond one it wins only where launches are the cost."""
+    few = 1 if packed.in_features * packed.out_features >= SMALL_WEIGHT else 2
+    return packed.layout in (Layout.CUBLAS, Layout.FP8) and 0 < rows <= few
 
 
 def _cublas(

@@ -15,7 +15,7 @@ import triton.language as tl
 from lockstep_kernels import dependent
 from lockstep_kernels.dependent import release, wait
 
-MOST_SKINNY = 4  # rows
+MOST_SKINNY = 4  # rows that the kernel takes
 
 
 @triton.jit
@@ -188,7 +188,7 @@ def skinny_config(n: int, k: int, rows: int, gated: bool) -> SkinnyConfig:
     elements = 1024 * warps // (triton.next_power_of_2(rows) if rows > 2 else 1) // (2 if gated else 1)
     block_k = triton.next_power_of_2(k)
     if block_k > min(2048, elements):
-        sizes = [size for size in (1024, 512) if size <= elements]
+        sizes = [size for size in ((1024, 512) if gated else (2048, 1024, 512)) if size <= elements]
         block_k = min(sizes, key=lambda size: (-(-k // size) * size, -size))
     block_n = max(1, elements // block_k)
     while block_n > 1 and triton.cdiv(n, block_n) < 264:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ class Shape:
 
 SHAPES = [Shape(2, 16, 16, 16, 32), Shape(3, 24, 16, 20, 16), Shape(16, 16, 32, 32, 16)]
 if ON_GPU:
-    SHAPES += [Shape(16, 128, 64, 128, 512), Shape(128, 128, 64, 128, 512)]
+    SHAPES = [Shape(3, 24, 16, 20, 32), Shape(16, 128, 64, 128, 512), Shape(128, 128, 64, 128, 512)]
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,9 @@ def check(operands: Operands, want: tuple[torch.Tensor, ...], out: torch.Tensor)
     torch.testing.assert_close(out[:-1].float(), want[3], rtol=tolerance, atol=tolerance)
 
 
-DTYPES = st.sampled_from([*HALF_DTYPES, torch.float32])
+DTYPES = st.sampled_from(HALF_DTYPES if ON_GPU else [*HALF_DTYPES, torch.float32])
 LENGTHS = st.one_of(st.sampled_from([1, 15, 16, 31, 32, 33, 64, 65]), st.integers(1, 70)).map(lambda n: n * LONG)
-QUICK = settings(max_examples=40 if ON_GPU else 8, deadline=None)
+QUICK = settings(max_examples=25 if ON_GPU else 8, deadline=None)
 
 
 @QUICK
@@ -155,6 +155,9 @@ def test_decode(
     want = operands.expected()
     batch = operands.batch(decode=True, known=False)
     split = cuda.Split(programs, 16, keys, least, warps=4, stages=2)
+    if ON_GPU:  # as it is launched in earnest
+        chosen = cuda.choose_split(shape.heads, block_size, dtype, DEVICE)
+        split = replace(chosen, programs=30 * programs, least=least)
     plan = cuda.plan_decode(batch.seq_lens, batch.block_table, block_size, operands.expansion, split)
     plan.parts.fill_(torch.nan)
     out = poisoned(len(lengths) + 1, shape.heads * shape.value, dtype=dtype)

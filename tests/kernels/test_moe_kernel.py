@@ -61,6 +61,34 @@ def test_route(routing: Routing, tokens: int, shared: int, masked: bool, seed: i
     torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-6)
 
 
+@settings(max_examples=12, deadline=None)
+@given(
+    routing=st.sampled_from(ROUTINGS),
+    tokens=st.integers(1, skinny.MOST_TOKENS),
+    hidden=st.sampled_from([64, 72, 1030, 7168] if ON_GPU else [64, 72, 1030]),
+    dtype=st.sampled_from(DTYPES),
+    normed=st.booleans(),
+    masked=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_choice_of_few_tokens(
+    routing: Routing, tokens: int, hidden: int, dtype: torch.dtype, normed: bool, masked: bool, seed: int
+) -> None:
+    x = (randn(tokens, hidden, seed=seed) / hidden**0.5).to(dtype)
+    weight = randn(routing.experts, hidden, dtype=dtype, seed=seed + 1)
+    correction = randn(routing.experts, seed=seed + 2) / 10 if routing.scoring == "sigmoid" else None
+    live = randn(tokens, seed=seed + 3) > 0 if masked else None
+    norm = Norm(randn(hidden, seed=seed).abs() / hidden**0.5, 1e-6) if normed else None
+    arrived = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    wide = x.float() if norm is None else rms_norm(x.float(), *norm)
+    want = sorted_choice(*reference.route(wide @ weight.float().T, routing, correction, live, 1))
+    for _ in range(2):  # it leaves everything ready for the next time
+        got = sorted_choice(*skinny.kernel.choose(x, norm, weight, arrived, routing, correction, live, 1))
+        assert torch.equal(got[0], want[0])
+        torch.testing.assert_close(got[1], want[1], rtol=1e-4, atol=1e-5)
+        assert arrived.item() == 0
+
+
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_logits_that_are_no_numbers_choose_distinct_experts(routing: Routing) -> None:
     logits = randn(4, routing.experts)
@@ -231,11 +259,11 @@ def test_layers_of_models(
     """Through the public functions, against float32 products of every expert over all tokens."""
     x, plus, packed = operands(tokens, routing.experts + shared, hidden, width, dtype, tokens)
     assert packed.gate_up is not None and packed.down is not None
-    gate = moe.pack_gate(randn(routing.experts, hidden, dtype=dtype, seed=9) / hidden**0.5)
+    gate = moe.pack_gate(randn(routing.experts, hidden, dtype=dtype, seed=9) / hidden**0.5, routing)
     norm = Norm(randn(hidden, seed=8).abs(), 1e-6)
     live = randn(tokens, seed=7) > -1
     operand, fused = (x, norm) if moe.fuses_norm(x, packed) else (rms_norm(x, *norm), None)
-    ids, factors = moe.route(moe.gate_logits(operand, gate, norm=fused), routing, live=live, shared=shared)
+    ids, factors = moe.choose(operand, gate, live=live, shared=shared, norm=fused)
     got = moe.mix(operand, ids, factors, packed, plus=plus, norm=fused)
     normed = rms_norm(x.float(), *norm)
     total = plus.float()

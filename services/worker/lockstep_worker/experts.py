@@ -16,8 +16,7 @@ import torch
 
 from lockstep_kernels import moe
 from lockstep_kernels.fp8 import BLOCK
-from lockstep_kernels.linear import Packed
-from lockstep_kernels.moe import ExpertStack, ExpertWeights, Routing, Weight, split
+from lockstep_kernels.moe import ExpertStack, ExpertWeights, Gate, Routing, Weight, split
 from lockstep_kernels.rms_norm import Norm, rms_norm
 from lockstep_worker.weights import ConfigFile
 
@@ -76,10 +75,8 @@ class Local:
 class Experts:
     """The feed-forward half of a layer with routed experts: y = residual + routed(x) + shared(x)."""
 
-    routing: Routing
-    gate: Packed  # [E, d]
-    correction: torch.Tensor | None  # float32 [E]
-    weights: ExpertWeights  # E routed experts, then the shared ones
+    gate: Gate
+    weights: ExpertWeights  # the experts that the gate routes to, then the shared ones
     exchange: Exchange
 
     @classmethod
@@ -95,11 +92,8 @@ class Experts:
         """gate [E, d]; correction float32 [E]; weights: E routed experts and any number of shared ones after them."""
         if weights.experts < routing.experts:
             raise ValueError(f"{weights.experts} experts have weights, {routing.experts} are routed to")
-        if correction is not None and correction.dtype != torch.float32:
-            raise ValueError(f"the correction is {correction.dtype}, expected torch.float32")
-        return cls(
-            routing, moe.pack_gate(gate, deterministic=weights.deterministic), correction, weights, exchange or Local()
-        )
+        packed = moe.pack_gate(gate, routing, correction, deterministic=weights.deterministic)
+        return cls(packed, weights, exchange or Local())
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, live: torch.Tensor | None, *, norm: Norm | None = None
@@ -110,10 +104,9 @@ class Experts:
         """
         if norm is not None and not moe.fuses_norm(x, self.weights):
             x, norm = rms_norm(x, *norm), None
-        logits = moe.gate_logits(x, self.gate, norm=norm)
-        shared = self.weights.experts - self.routing.experts
-        ids, weights = moe.route(logits, self.routing, correction=self.correction, live=live, shared=shared)
-        return self.exchange.mix(x, ids, weights, self.weights, residual, norm)
+        shared = self.weights.experts - self.gate.routing.experts
+        ids, factors = moe.choose(x, self.gate, live=live, shared=shared, norm=norm)
+        return self.exchange.mix(x, ids, factors, self.weights, residual, norm)
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,11 @@ def variants() -> Iterator[tuple[str, Callable[[], Any]]]:
                     products = partial(grouped.experts, x, ids, weights, packed, pdl=True)
                     yield from launches.variants(f"{name} experts", products, 3)
         live = empty(tokens, dtype=torch.bool)
+        arrived, gate = empty(1, dtype=torch.int32), empty(routing.experts, hidden)
+        for tokens in range(1, skinny.MOST_TOKENS + 1):
+            few = empty(tokens, hidden), Norm(empty(hidden, dtype=torch.float32), 1e-6), gate, arrived
+            choose = partial(skinny.kernel.choose, *few, routing, correction, live[:tokens], shared, pdl=True)
+            yield from launches.variants(f"{model} T={tokens} choose", choose, 1)
         route = partial(kernel.route, logits, routing, correction, live, shared, pdl=True)
         yield from launches.variants(f"{model} route", route, 1)
         combine = partial(kernel.combine, empty(tokens, chosen, hidden), ids, x, pdl=True)

@@ -11,10 +11,11 @@ from typing import Any, Final
 import torch
 
 from lockstep_bench.kernels import Case
-from lockstep_kernels.linear import Packed
 from lockstep_kernels.moe import (
     ExpertWeights,
+    Gate,
     Routing,
+    choose,
     combine,
     fuses_norm,
     gate_logits,
@@ -75,12 +76,12 @@ class Run:
 
 
 @cache
-def _weights(model: Model) -> tuple[ExpertWeights, Packed]:
+def _weights(model: Model) -> tuple[ExpertWeights, Gate]:
     gate_up = torch.randn(model.experts, 2 * model.width, model.hidden, device=DEVICE, dtype=DTYPE)
     down = torch.randn(model.experts, model.hidden, model.width, device=DEVICE, dtype=DTYPE)
     gate = torch.randn(model.routing.experts, model.hidden, device=DEVICE, dtype=DTYPE)
     packed = pack_experts(gate_up.mul_(model.hidden**-0.5), down.mul_(model.width**-0.5))
-    return packed, pack_gate(gate.mul_(model.hidden**-0.5))
+    return packed, pack_gate(gate.mul_(model.hidden**-0.5), model.routing)
 
 
 def _run(model: Model, tokens: int) -> Run:
@@ -97,7 +98,7 @@ def _layer(model: Model, run: Run) -> torch.Tensor:
     """As `lockstep_worker.experts` calls it."""
     packed, gate = _weights(model)
     x, norm = (run.hidden, run.norm) if fuses_norm(run.hidden, packed) else (rms_norm(run.hidden, *run.norm), None)
-    ids, factors = route(gate_logits(x, gate, norm=norm), model.routing, live=run.live, shared=model.shared)
+    ids, factors = choose(x, gate, live=run.live, shared=model.shared, norm=norm)
     return mix(x, ids, factors, packed, plus=run.hidden, norm=norm)
 
 
@@ -180,13 +181,12 @@ def _parts(model: Model, tokens: int) -> Iterator[Case]:
     assert packed.gate_up is not None and packed.down is not None
     runs = _runs(model, tokens)
     part = partial(_case, model, runs, checked=False)
-    gates = [partial(gate_logits, run.x, gate) for run in runs]
-    yield replace(part("gate", gates, share=0), bytes=model.routing.experts * model.hidden * SIZE)
-    routes = [partial(route, run.logits, model.routing, live=run.live, shared=model.shared) for run in runs]
-    yield part("route", routes, share=0)
+    gate_bytes = model.routing.experts * model.hidden * SIZE
     if fuses_norm(runs[0].hidden, packed):
+        choices = [partial(choose, run.hidden, gate, live=run.live, shared=model.shared, norm=run.norm) for run in runs]
+        yield replace(part("norm, gate and choice", choices, share=0), bytes=gate_bytes)
         gated = [skinny.kernel.gate_up(run.x, None, packed.gate_up, run.ids) for run in runs]
-        ups = [partial(skinny.kernel.gate_up, run.x, None, packed.gate_up, run.ids) for run in runs]
+        ups = [partial(skinny.kernel.gate_up, run.x, run.norm, packed.gate_up, run.ids) for run in runs]
         downs = [
             partial(skinny.kernel.down, h, packed.down, run.ids, run.factors, run.hidden)
             for h, run in zip(gated, runs, strict=True)
@@ -194,6 +194,9 @@ def _parts(model: Model, tokens: int) -> Iterator[Case]:
         yield part("gate and up", ups, share=2 / 3)
         yield part("down and sum", downs, share=1 / 3)
         return
+    yield replace(part("gate", [partial(gate_logits, run.x, gate) for run in runs], share=0), bytes=gate_bytes)
+    routes = [partial(route, run.logits, model.routing, live=run.live, shared=model.shared) for run in runs]
+    yield part("route", routes, share=0)
     chosen = runs[0].ids.shape[1]
     rows = grouped.block_rows(tokens * chosen, model.experts)
     yield part("plan", [partial(kernel.plan, run.ids, model.experts, rows) for run in runs], share=0)

@@ -1,6 +1,6 @@
 """Mixtures of experts: which experts a token chooses, and what they make of it.
 
-    ids, weights = route(gate_logits(x, gate), routing)
+    ids, weights = choose(x, gate)
     y = mix(x, ids, weights, packed, plus=residual)
 
 T tokens, d hidden, k chosen experts a token, i an expert's width. A token's expert id of -1 means none.
@@ -11,16 +11,27 @@ from __future__ import annotations
 import torch
 
 from lockstep_kernels.checks import check_shape
-from lockstep_kernels.linear import Packed, linear, pack
+from lockstep_kernels.linear import linear
 from lockstep_kernels.moe import cpu
-from lockstep_kernels.moe.weights import ExpertStack, ExpertWeights, Routing, Weight, pack_experts, split
+from lockstep_kernels.moe.weights import (
+    ExpertStack,
+    ExpertWeights,
+    Gate,
+    Routing,
+    Weight,
+    pack_experts,
+    pack_gate,
+    split,
+)
 from lockstep_kernels.rms_norm import Norm, rms_norm
 
 __all__ = [
     "ExpertStack",
     "ExpertWeights",
+    "Gate",
     "Routing",
     "Weight",
+    "choose",
     "combine",
     "experts",
     "fuses_norm",
@@ -34,25 +45,36 @@ __all__ = [
 
 
 def fuses_norm(x: torch.Tensor, packed: ExpertWeights) -> bool:
-    """Whether `gate_logits` and `mix` of x [T, d] take a norm along for nothing; otherwise normalise once, before both."""
-    if not x.is_cuda:
-        return False
-    from lockstep_kernels.moe import skinny
-
-    return 0 < x.shape[0] <= skinny.MOST_TOKENS and not packed.deterministic
+    """Whether `choose` and `mix` of x [T, d] take a norm along for nothing; otherwise normalise once, before both."""
+    return _are_few(x, packed.deterministic)
 
 
-def pack_gate(weight: torch.Tensor, *, deterministic: bool = False) -> Packed:
-    """The weight [E, d] of the gate, for `gate_logits`; `deterministic` as in `lockstep_kernels.linear.pack`."""
-    return pack(weight, prompts=False, deterministic=deterministic)
+def choose(
+    x: torch.Tensor,
+    gate: Gate,
+    *,
+    live: torch.Tensor | None = None,
+    shared: int = 0,
+    norm: Norm | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`route` of `gate_logits` of x [T, d], which is normalised first if there is a norm."""
+    check_shape("x", x, (x.shape[0], gate.weight.in_features))
+    if _are_few(x, gate.deterministic):
+        from lockstep_kernels.moe import skinny
+
+        if live is not None:
+            check_shape("live", live, (x.shape[0],))
+        return skinny.choose(x, norm, gate, live, shared)
+    logits = gate_logits(x, gate, norm=norm)
+    return route(logits, gate.routing, correction=gate.correction, live=live, shared=shared)
 
 
-def gate_logits(x: torch.Tensor, gate: Packed, *, norm: Norm | None = None) -> torch.Tensor:
-    """x @ gate.T, of x [T, d] normalised first if there is a norm: float32 [T, E], whatever x's dtype.
+def gate_logits(x: torch.Tensor, gate: Gate, *, norm: Norm | None = None) -> torch.Tensor:
+    """x @ gate.weight.T, of x [T, d] normalised first if there is a norm: float32 [T, E], whatever x's dtype.
 
     A row's bits do not depend on T; on CUDA that takes a gate packed as deterministic.
     """
-    return linear(x.to(gate.dtype), gate, norm=norm, wide=True)
+    return linear(x.to(gate.weight.dtype), gate.weight, norm=norm, wide=True)
 
 
 def route(
@@ -97,7 +119,7 @@ def mix(
     `packed` are on this device. Sums are float32, in a fixed order. A row's bits do not depend on the others; on CUDA that
     takes experts packed as deterministic.
     """
-    if fuses_norm(x, packed):
+    if _are_few(x, packed.deterministic):
         from lockstep_kernels.moe import skinny
 
         _check(x, ids, weights, packed)
@@ -136,9 +158,18 @@ def combine(pairs: torch.Tensor, ids: torch.Tensor, *, plus: torch.Tensor) -> to
     return cpu.combine(pairs, plus)
 
 
+def _are_few(x: torch.Tensor, deterministic: bool) -> bool:
+    """Tokens that `skinny` serves; its sums are in another order than those of more tokens."""
+    if not x.is_cuda or deterministic:
+        return False
+    from lockstep_kernels.moe import skinny
+
+    return 0 < x.shape[0] <= skinny.MOST_TOKENS
+
+
 def _check(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: ExpertWeights) -> None:
     tokens, chosen = ids.shape
     check_shape("x", x, (tokens, packed.hidden))
     check_shape("weights", weights, (tokens, chosen))
-    if x.is_cuda and x.dtype != packed.dtype:
-        raise ValueError(f"x is {x.dtype}, these experts take {packed.dtype}")
+    if x.is_cuda and not (x.dtype == packed.dtype and x.is_contiguous()):
+        raise ValueError(f"x is {x.dtype} with strides {x.stride()}, these experts take {packed.dtype} in whole rows")

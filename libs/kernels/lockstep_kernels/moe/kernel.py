@@ -53,16 +53,23 @@ def _best_groups(
 
 
 @triton.jit
-def _choose(
-    logits, rows, in_batch, correction_ptr, live_ptr, ids_ptr, weights_ptr, scale,
+def choose_from(
+    logits_ptr, correction_ptr, live_ptr, ids_ptr, weights_ptr, rows, tokens, scale,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr, CORRECTED: tl.constexpr, MASKED: tl.constexpr,
     ROWS: tl.constexpr, GROUP_PAD: tl.constexpr, SIZE_PAD: tl.constexpr, CHOSEN_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Writes the choice of `rows` [ROWS] from logits [ROWS, GROUP_PAD * SIZE_PAD] float32, -inf where there is no expert."""
+    """Writes the choice of the tokens `rows` [ROWS] from their logits, which another program may just have written.
+
+    Each group of experts has SIZE_PAD places, of which the last ones may be empty, and so may the last groups.
+    """
+    in_batch = rows < tokens
     place = tl.arange(0, GROUP_PAD * SIZE_PAD)
     expert = _expert_at(place, EXPERTS // GROUPS, SIZE_PAD)
-    there = _is_expert(place, GROUPS, EXPERTS // GROUPS, SIZE_PAD)
+    there = (place // SIZE_PAD < GROUPS) & (place % SIZE_PAD < EXPERTS // GROUPS)
+    at = logits_ptr + rows[:, None] * EXPERTS + expert[None, :]
+    present = in_batch[:, None] & there[None, :]
+    logits = tl.load(at, mask=present, other=float("-inf"), cache_modifier=".cg")
     if SIGMOID:
         scores = 1 / (1 + tl.exp(-logits))
     else:
@@ -104,11 +111,6 @@ def _expert_at(place, GROUP_SIZE: tl.constexpr, SIZE_PAD: tl.constexpr):
     return place // SIZE_PAD * GROUP_SIZE + place % SIZE_PAD
 
 
-@triton.jit
-def _is_expert(place, GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, SIZE_PAD: tl.constexpr):
-    return (place // SIZE_PAD < GROUPS) & (place % SIZE_PAD < GROUP_SIZE)
-
-
 @triton.jit(do_not_specialize=["tokens"])
 def _route(
     logits_ptr, correction_ptr, live_ptr, ids_ptr, weights_ptr, tokens, scale,
@@ -119,14 +121,9 @@ def _route(
 ):  # fmt: skip
     release(PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    in_batch = rows < tokens
-    place = tl.arange(0, GROUP_PAD * SIZE_PAD)
-    there = _is_expert(place, GROUPS, EXPERTS // GROUPS, SIZE_PAD)
-    at = rows[:, None] * EXPERTS + _expert_at(place, EXPERTS // GROUPS, SIZE_PAD)[None, :]
     wait(PDL)
-    logits = tl.load(logits_ptr + at, mask=in_batch[:, None] & there[None, :], other=float("-inf"))
-    _choose(
-        logits, rows, in_batch, correction_ptr, live_ptr, ids_ptr, weights_ptr, scale,
+    choose_from(
+        logits_ptr, correction_ptr, live_ptr, ids_ptr, weights_ptr, rows, tokens, scale,
         EXPERTS, TOP_K, SHARED, SIGMOID, RENORMALISE, GROUPS, TOP_GROUPS, TOP2, CORRECTED, MASKED,
         ROWS, GROUP_PAD, SIZE_PAD, CHOSEN_PAD,
     )  # fmt: skip
@@ -249,7 +246,7 @@ def plan(ids: torch.Tensor, experts: int, block_m: int, *, pdl: bool | None = No
     order, ends, table = torch.empty(sum(sizes), dtype=torch.int32, device=ids.device).split(sizes)
     few = pairs <= FEW_PAIRS
     _plan[(experts,)](
-        ids, order, ends, table, pairs, blocks, EXPERTS=experts, EXPERTS_PAD=triton.next_power_of_2(experts),
+        ids, order, ends, table, pairs, blocks, EXPERTS=experts, EXPERTS_PAD=max(32, triton.next_power_of_2(experts)),
         BLOCK_M=block_m, CHUNK=FEW_PAIRS if few else MANY_PAIRS, LIST=128, PDL=pdl, num_warps=4 if few else 8, launch_pdl=pdl,
     )  # fmt: skip
     return Plan(order[:pairs], ends[:experts], table.view(3, blocks), block_m)

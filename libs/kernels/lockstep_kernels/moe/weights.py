@@ -59,6 +59,17 @@ class Routing:
 
 
 @dataclass(frozen=True, slots=True)
+class Gate:
+    """What chooses a token's experts: logits = x @ weight.T, then `routing`."""
+
+    routing: Routing
+    weight: Packed  # [E, d]
+    correction: torch.Tensor | None  # float32 [E], added to the scores for the choice alone
+    arrived: torch.Tensor  # int32 [1], always 0 between launches
+    deterministic: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Stack:
     """One weight [n, k] of each of E experts; of 8 bits if it has scales, as in `lockstep_kernels.fp8.Fp8Weight`."""
 
@@ -145,11 +156,26 @@ class ExpertStack:
         first, count = parts[0], len(parts)
         experts = self._shape[0]
         n, k = _values(first).shape
+        if k * _values(first).itemsize % 16:
+            raise ValueError(f"rows of {k} elements are no multiple of 16 bytes: the copy engine cannot read them")
         if isinstance(first, torch.Tensor):
             return Stack(torch.empty(experts, count * n, k, dtype=self._dtype, device=self._device))
         rows, *columns = first.scale.shape
         scale = torch.empty(experts, count * rows, *columns, device=self._device)
         return Stack(torch.empty(experts, count * n, k, dtype=E4M3, device=self._device), scale)
+
+
+def pack_gate(
+    weight: torch.Tensor, routing: Routing, correction: torch.Tensor | None = None, *, deterministic: bool = False
+) -> Gate:
+    """weight [E, d]; correction float32 [E]; `deterministic` as in `lockstep_kernels.linear.pack`."""
+    check_shape("gate", weight, (routing.experts, weight.shape[1]))
+    if correction is not None:
+        check_shape("correction", correction, (routing.experts,))
+        if correction.dtype != torch.float32:
+            raise ValueError(f"the correction is {correction.dtype}, expected torch.float32")
+    packed = pack(weight, prompts=False, deterministic=deterministic)
+    return Gate(routing, packed, correction, torch.zeros(1, dtype=torch.int32, device=weight.device), deterministic)
 
 
 def pack_experts(gate_up: torch.Tensor, down: torch.Tensor, *, deterministic: bool = False) -> ExpertWeights:

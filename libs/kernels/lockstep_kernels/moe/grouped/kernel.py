@@ -68,7 +68,7 @@ def _gate_up(
 ):  # fmt: skip
     """out[place] = silu(x @ gate.T) * (x @ up.T) of the pair at each place of the order."""
     release(PDL)
-    block = tl.program_id(1)
+    block = tl.num_programs(1) - 1 - tl.program_id(1)  # shared experts, the last ones, have most rows: first
     wait(PDL)
     expert = tl.load(blocks_ptr + block)
     if expert < 0:
@@ -110,7 +110,7 @@ def _down(
 ):  # fmt: skip
     """out[pair] = x[place] @ down.T * factor[pair] of the pair at each place of the order."""
     release(PDL)
-    block = tl.program_id(1)
+    block = tl.num_programs(1) - 1 - tl.program_id(1)  # shared experts, the last ones, have most rows: first
     wait(PDL)
     expert = tl.load(blocks_ptr + block)
     if expert < 0:

@@ -7,10 +7,20 @@ from typing import Final
 import torch
 
 from lockstep_kernels.moe.skinny import kernel
-from lockstep_kernels.moe.weights import ExpertWeights
+from lockstep_kernels.moe.weights import ExpertWeights, Gate
 from lockstep_kernels.rms_norm import Norm
 
 MOST_TOKENS: Final = 2  # with more, experts that two tokens share are worth reading once
+
+
+def choose(
+    x: torch.Tensor, norm: Norm | None, gate: Gate, live: torch.Tensor | None, shared: int, *, pdl: bool | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `lockstep_kernels.moe.choose`, for 1 to MOST_TOKENS tokens."""
+    assert isinstance(gate.weight.weight, torch.Tensor)
+    return kernel.choose(
+        x, norm, gate.weight.weight, gate.arrived, gate.routing, gate.correction, live, shared, pdl=pdl
+    )
 
 
 def mix(

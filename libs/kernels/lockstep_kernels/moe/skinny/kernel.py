@@ -16,10 +16,12 @@ import triton.language as tl
 from lockstep_kernels import dependent
 from lockstep_kernels.dependent import release, wait
 from lockstep_kernels.fp8 import BLOCK
-from lockstep_kernels.moe.weights import Stack
+from lockstep_kernels.moe.kernel import choose_from, routing_constants
+from lockstep_kernels.moe.weights import Routing, Stack
 from lockstep_kernels.rms_norm import Norm
 
 SCALE_BLOCK = tl.constexpr(BLOCK)
+EXPERTS_AT_ONCE = 2  # of the gate, in one program: one warp, so that no step of the choice waits for another
 
 
 @triton.jit
@@ -31,6 +33,77 @@ def _tile(at, column, k, inside_n, K: tl.constexpr, BLOCK_K: tl.constexpr):
         inside = inside_n[:, None] & (column + k < K)[None, :]
         w = tl.load(at + column, mask=inside, other=0.0, eviction_policy="evict_first")
     return w
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _choose(
+    x_ptr,
+    gain_ptr,
+    gate_ptr,
+    correction_ptr,
+    live_ptr,
+    logits_ptr,
+    arrived_ptr,
+    ids_ptr,
+    weights_ptr,
+    tokens,
+    eps,
+    scale,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    TOP2: tl.constexpr,
+    CORRECTED: tl.constexpr,
+    MASKED: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    SIZE_PAD: tl.constexpr,
+    CHOSEN_PAD: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    NORM: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program has the logits of BLOCK_E experts for all tokens; the last one to arrive has all logits, and chooses."""
+    release(PDL)
+    e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    k = tl.arange(0, BLOCK_K)
+    gate_at = gate_ptr + e[:, None] * HIDDEN + k[None, :]
+    w = _tile(gate_at, 0, k, e < EXPERTS, HIDDEN, BLOCK_K)
+    t = tl.arange(0, ROWS)
+    wait(PDL)
+    sums = tl.zeros((ROWS, BLOCK_E, BLOCK_K), tl.float32)
+    squares = tl.zeros((ROWS, BLOCK_K), tl.float32)
+    for column in range(0, HIDDEN, BLOCK_K):
+        next_w = w
+        if column + BLOCK_K < HIDDEN:
+            next_w = _tile(gate_at, column + BLOCK_K, k, e < EXPERTS, HIDDEN, BLOCK_K)
+        inside = column + k < HIDDEN
+        x_at = x_ptr + t[:, None] * HIDDEN + column + k[None, :]
+        x = tl.load(x_at, mask=(t < tokens)[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        if NORM:
+            squares += x * x
+            x *= tl.load(gain_ptr + column + k, mask=inside, other=0.0)[None, :]
+        sums += x[:, None, :] * w.to(tl.float32)[None, :, :]
+        w = next_w
+    logits = tl.sum(sums, 2)
+    if NORM:
+        logits *= tl.rsqrt(tl.sum(squares, 1) / HIDDEN + eps)[:, None]
+    at = logits_ptr + t[:, None] * EXPERTS + e[None, :]
+    tl.store(at, logits, mask=(t < tokens)[:, None] & (e < EXPERTS)[None, :])
+    tl.debug_barrier()  # all of this program's logits are written before it counts as arrived
+    if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        tl.store(arrived_ptr, 0)
+        choose_from(
+            logits_ptr, correction_ptr, live_ptr, ids_ptr, weights_ptr, t, tokens, scale,
+            EXPERTS, TOP_K, SHARED, SIGMOID, RENORMALISE, GROUPS, TOP_GROUPS, TOP2, CORRECTED, MASKED,
+            ROWS, GROUP_PAD, SIZE_PAD, CHOSEN_PAD,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -187,6 +260,52 @@ def down_tiling(width: int, chosen: int) -> Tiling:
     """64 elements of the weights of all the token's experts a thread."""
     block_k = min(triton.next_power_of_2(width), 256)
     return Tiling(max(1, 8192 // (triton.next_power_of_2(chosen) * block_k)), block_k, 4)
+
+
+def choose(
+    x: torch.Tensor,
+    norm: Norm | None,
+    gate: torch.Tensor,
+    arrived: torch.Tensor,
+    routing: Routing,
+    correction: torch.Tensor | None,
+    live: torch.Tensor | None,
+    shared: int,
+    *,
+    pdl: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `lockstep_kernels.moe.choose`; gate [E, d]. `arrived` int32 [1] is 0 before and after."""
+    tokens, hidden = x.shape
+    pdl = dependent.supported(x.device) if pdl is None else pdl
+    shape = (tokens, routing.top_k + shared)
+    ids = torch.empty(shape, dtype=torch.int32, device=x.device)
+    weights = torch.empty(shape, dtype=torch.float32, device=x.device)
+    logits = torch.empty(tokens, routing.experts, dtype=torch.float32, device=x.device)
+    rows = triton.next_power_of_2(tokens)
+    _choose[(triton.cdiv(routing.experts, EXPERTS_AT_ONCE),)](
+        x,
+        x if norm is None else norm.gain,
+        gate,
+        correction,
+        live,
+        logits,
+        arrived,
+        ids,
+        weights,
+        tokens,
+        0.0 if norm is None else norm.eps,
+        routing.scale,
+        HIDDEN=hidden,
+        NORM=norm is not None,
+        ROWS=rows,
+        BLOCK_E=EXPERTS_AT_ONCE,
+        BLOCK_K=min(triton.next_power_of_2(hidden), 1024 // rows),
+        PDL=pdl,
+        num_warps=1,
+        launch_pdl=pdl,
+        **routing_constants(routing, correction, live, shared),
+    )
+    return ids, weights
 
 
 def gate_up(

@@ -60,7 +60,7 @@ class DecodeGraphs:
         self._listed = np.zeros(0, np.int64)
         self._replays: dict[tuple[int, Variant], Replay] = {}
         self._revision = -1
-        self._pool: Any = None  # of memory that all graphs share
+        self.pool: Any = None  # of memory that all graphs share
 
     def capture(self) -> None:
         """Captures all buckets and variants, the largest first, so that the smaller ones share its memory."""
@@ -126,9 +126,9 @@ class DecodeGraphs:
             step()  # compiles kernels and makes workspaces, which a capture must not
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             step()
-        self._pool = graph.pool()
+        self.pool = graph.pool()
         self._index.copy_(listed)
         self._cursor.copy_(counted)
         return graph.replay

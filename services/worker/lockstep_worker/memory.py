@@ -22,6 +22,8 @@ GIB: Final = 1 << 30
 _TOKENS_A_ROW: Final = 2048  # that the CPU's default has room for
 _GRAPH_BYTES: Final = 16 << 20  # of one captured step, beside what all of them share
 _FLOAT_BYTES: Final = 4
+_TOKEN_BYTES: Final = 8
+_COUNT_BYTES: Final = 5  # int32 of the output, bool of the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +76,16 @@ def kv_blocks_on_cuda(
             f"no memory for a prefill pass of {sizes.max_batched_tokens} tokens beside {weights / GIB:.2f} GiB of weights: "
             f"lower max_num_batched_tokens ({error})"
         ) from None
-    captured = graphs * _GRAPH_BYTES + (2 * sizes.max_rows * model.vocab_size * _FLOAT_BYTES if graphs else 0)
-    budget = int(total * utilization) - (total - free) - peak - captured
+    logits = 2 * sizes.max_rows * model.vocab_size * _FLOAT_BYTES
+    captured = (
+        graphs * _GRAPH_BYTES + logits + peak if graphs else 0
+    )  # a captured prefill pass has activations of its own
+    budget = int(total * utilization) - (total - free) - peak - captured - _row_bytes(sizes, model.vocab_size)
     blocks, why = budget // per_block, f"gpu_memory_utilization {utilization:g}"
     if memory_gb:
         blocks, why = int(memory_gb * GIB) // per_block, f"{memory_gb:g} GiB as set"
     log.info(
-        "memory on %s: %.2f GiB in all, %.2f used (weights %.2f), activations of %d tokens %.2f, decode graphs %.2f",
+        "memory on %s: %.2f GiB in all, %.2f used (weights %.2f), activations of %d tokens %.2f, graphs %.2f, rows %.2f",
         device,
         total / GIB,
         (total - free) / GIB,
@@ -88,6 +93,7 @@ def kv_blocks_on_cuda(
         sizes.max_batched_tokens,
         peak / GIB,
         captured / GIB,
+        _row_bytes(sizes, model.vocab_size) / GIB,
     )
     return _checked(
         blocks,
@@ -96,6 +102,11 @@ def kv_blocks_on_cuda(
         why,
         "lower max_model_len, max_num_batched_tokens or max_num_seqs, or raise gpu_memory_utilization",
     )
+
+
+def _row_bytes(sizes: Sizes, vocab_size: int) -> int:
+    """Of the rows' tokens, and of their counts of tokens seen, which penalties need."""
+    return (sizes.max_rows + 1) * (_TOKEN_BYTES * sizes.max_model_len + _COUNT_BYTES * vocab_size)
 
 
 def _checked(blocks: int, per_block: int, sizes: Sizes, why: str, knobs: str) -> int:

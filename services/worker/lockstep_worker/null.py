@@ -35,6 +35,7 @@ class NullModel:
     name = "null"
     routed_experts = False
     generated_reusable = True
+    captures_prefill = False
 
     def __init__(self, step_ms: float, *, vocab_size: int, max_model_len: int, device: torch.device) -> None:
         self.vocab_size = vocab_size

@@ -7,6 +7,7 @@ a step) and is written back by `commit` at its end. The host keeps what it must 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -46,6 +47,21 @@ FAULT_BIT: Final = int(Flag.FAULT) << FLAG_SHIFT
 FIRST_BIT: Final = int(Flag.FIRST) << FLAG_SHIFT
 END_BITS: Final = STOP_BIT | LENGTH_BIT | FAULT_BIT
 NO_WORD: Final = post_update.NO_WORD
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPass:
+    """Tokens [starts[i], ends[i]) of rows[i] that are computed together; `samples`: which of them end their row's tokens."""
+
+    kind: Kind
+    rows: I64
+    starts: I64
+    ends: I64
+    samples: I64  # indices into rows
+
+    @property
+    def size(self) -> int:
+        return len(self.rows)
 
 
 class Batch:
@@ -222,11 +238,11 @@ class Rows:
             tables=tables,
         )
 
-    def prefill(self, chunks: PrefillPass) -> tuple[tuple[StepInputs, ...], Batch]:
-        """The inputs of a prefill pass, and the batch of the rows whose chunk ends their tokens: those sample.
+    def prefill(self, chunks: PrefillPass) -> tuple[tuple[ChunkPass, ...], Batch]:
+        """What a prefill pass computes, and the batch of the rows whose chunk ends their tokens: those sample.
 
-        The inputs are one pass; with `by_place`, tokens behind their row's prompt are another one, of kind DECODE, that runs
-        after it. The batch has the rows that sample in the order of the passes.
+        It is one pass; with `by_place`, tokens behind their row's prompt are another one, of kind DECODE, that runs after it. The
+        batch has the rows that sample in the order of the passes.
         """
         rows, starts = chunks.rows.astype(np.int64), chunks.starts.astype(np.int64)
         ends = starts + chunks.counts
@@ -235,13 +251,38 @@ class Rows:
                 f"prefill of rows {rows.tolist()} up to {ends.tolist()}: not rows that are being filled"
             )
         if not self.by_place or not (ends > self.host_prompts[rows]).any():
-            inputs, sampling = self._pass(Kind.PREFILL, rows, starts, ends)
-            return (inputs,), self._first_batch(sampling)
-        cuts = self.host_prompts[rows].clip(starts, ends)
-        prompt, generated = cuts > starts, ends > cuts
-        parts = [self._pass(Kind.PREFILL, rows[prompt], starts[prompt], cuts[prompt])] if prompt.any() else []
-        parts.append(self._pass(Kind.DECODE, rows[generated], cuts[generated], ends[generated]))
-        return tuple(inputs for inputs, _ in parts), self._first_batch(np.concatenate([rows for _, rows in parts]))
+            passes: tuple[ChunkPass, ...] = (self._pass(Kind.PREFILL, rows, starts, ends),)
+        else:
+            cuts = self.host_prompts[rows].clip(starts, ends)
+            prompt, generated = cuts > starts, ends > cuts
+            parts = [self._pass(Kind.PREFILL, rows[prompt], starts[prompt], cuts[prompt])] if prompt.any() else []
+            passes = (*parts, self._pass(Kind.DECODE, rows[generated], cuts[generated], ends[generated]))
+        return passes, self._first_batch(np.concatenate([part.rows[part.samples] for part in passes]))
+
+    def inputs(self, chunks: ChunkPass) -> StepInputs:
+        """Gathers what the pass reads."""
+        counts = chunks.ends - chunks.starts
+        owner, positions = spans(chunks.starts, counts)
+        index, sequences, where = self.to_device(chunks.rows), self.to_device(owner), self.to_device(positions)
+        first = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
+        longest = int(chunks.ends.max(initial=0))
+        tables = tuple(
+            table[index, : _blocks(longest, s)] for table, s in zip(self.tables, self.block_sizes, strict=True)
+        )
+        return StepInputs(
+            kind=chunks.kind,
+            token_ids=self.history[index[sequences], where],
+            positions=where,
+            rows=index,
+            query_starts=self.to_device(first),
+            seq_lens=self.to_device(chunks.ends),
+            block_tables=tables,
+            slots=self._slots(tables, sequences, where),
+            logits_index=self.to_device(first[1:][chunks.samples] - 1),
+            query_lens=tuple(counts.tolist()),
+            host_seq_lens=tuple(chunks.ends.tolist()),
+            max_seq_len=longest,
+        )
 
     def commit(self, batch: Batch) -> None:
         """Writes a batch's steps back. It must not be stepped afterwards."""
@@ -273,32 +314,8 @@ class Rows:
         """The rows have ended on the device, if they still belong to the choices of these generations."""
         self.states[rows[self.generations[rows] == generations]] = ENDED
 
-    def _pass(self, kind: Kind, rows: I64, starts: I64, ends: I64) -> tuple[StepInputs, I64]:
-        """One pass over tokens [starts[i], ends[i]) of rows[i], and the rows of which it computes the last token."""
-        counts = ends - starts
-        owner, positions = spans(starts, counts)
-        index, sequences, where = self.to_device(rows), self.to_device(owner), self.to_device(positions)
-        first = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
-        longest = int(ends.max(initial=0))
-        tables = tuple(
-            table[index, : _blocks(longest, s)] for table, s in zip(self.tables, self.block_sizes, strict=True)
-        )
-        sampling = np.flatnonzero(ends == self.host_lengths[rows])
-        inputs = StepInputs(
-            kind=kind,
-            token_ids=self.history[index[sequences], where],
-            positions=where,
-            rows=index,
-            query_starts=self.to_device(first),
-            seq_lens=self.to_device(ends),
-            block_tables=tables,
-            slots=self._slots(tables, sequences, where),
-            logits_index=self.to_device(first[1:][sampling] - 1),
-            query_lens=tuple(counts.tolist()),
-            host_seq_lens=tuple(ends.tolist()),
-            max_seq_len=longest,
-        )
-        return inputs, rows[sampling]
+    def _pass(self, kind: Kind, rows: I64, starts: I64, ends: I64) -> ChunkPass:
+        return ChunkPass(kind, rows, starts, ends, np.flatnonzero(ends == self.host_lengths[rows]))
 
     def _first_batch(self, rows: I64) -> Batch:
         self.states[rows] = ALIVE

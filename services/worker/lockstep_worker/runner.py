@@ -41,9 +41,10 @@ from lockstep_worker.graphs import DecodeGraphs
 from lockstep_worker.inputs import StepInputs
 from lockstep_worker.kv import KvCache
 from lockstep_worker.models import Model
+from lockstep_worker.prefill_graphs import PrefillGraphs
 from lockstep_worker.profile import APPLIED, LAUNCHED, Timeline
 from lockstep_worker.protocol import END_BITS, StepResult
-from lockstep_worker.rows import FAULT_BIT, I64, NO_WORD, Batch, Rows, row_numbers
+from lockstep_worker.rows import FAULT_BIT, I64, NO_WORD, Batch, ChunkPass, Rows, row_numbers
 from lockstep_worker.sampling import Sampled, Sampler, SamplingRows, Variant, Wanted, top_logprobs_of
 from lockstep_worker.staging import Staging
 
@@ -131,6 +132,7 @@ class Runner:
         self._in_flight: deque[_InFlight] = deque()
         self._regroup = False  # a row of the current batch has ended
         self._graphs: DecodeGraphs | None = None
+        self._prefill_graphs: PrefillGraphs | None = None
         self._nothing = _InFlight(torch.zeros(0, dtype=torch.int64), np.zeros(0, np.int64), None)
 
     def load(self, progress: Callable[[float, str], None]) -> WorkerFacts:
@@ -215,32 +217,41 @@ class Runner:
                 yield from self._read(0)  # who is alive must be known before rows are gathered again
                 self._rows.commit(batch)
                 batch, self._regroup = self._rows.decode(rows, steps - step), False
-            self._step(plan.header.seq, step, (batch.inputs(),), batch)
+            self._step(plan.header.seq, step, (batch,), batch)
             yield from self._read(self._lag)
         self._rows.commit(batch)
 
     def _prefill(self, plan: Plan) -> Iterator[StepResult]:
         passes = plan.body.passes
         for step in range(len(plan.header.micro_chunks)):
-            inputs, batch = self._rows.prefill(passes[step] if step < len(passes) else PrefillPass())
-            self._step(plan.header.seq, step, inputs, batch)
+            chunks, batch = self._rows.prefill(passes[step] if step < len(passes) else PrefillPass())
+            self._step(plan.header.seq, step, chunks, batch)
             self._rows.commit(batch)
             yield from self._read(self._lag)
 
-    def _step(self, seq: int, step: int, passes: tuple[StepInputs, ...], batch: Batch) -> None:
+    def _step(self, seq: int, step: int, passes: tuple[Batch | ChunkPass, ...], batch: Batch) -> None:
         """One step of the whole group. Without a live token there is nothing to compute, unless others wait for this rank."""
         self._group.step(seq, step, batch.size)
-        if not any(inputs.query_lens for inputs in passes) and not self._group.coupled:
+        if not any(part.size for part in passes) and not self._group.coupled:
             self._in_flight.append(self._nothing)
             return
-        model = self._loaded.model
-        logits = [model.logits(model.forward(inputs, self._kv)) for inputs in passes]
+        logits = [self._logits(part) for part in passes]
         sampled = self._sampler.sample(
             logits[0] if len(logits) == 1 else torch.cat(logits), batch.sampling, batch.sample_positions
         )
         self._rows.sampling.count(batch.sampling, sampled.tokens)
         self._copy_out(batch, batch.advance(sampled), sampled)
         self.timeline.mark(LAUNCHED, seq, step)
+
+    def _logits(self, part: Batch | ChunkPass) -> torch.Tensor:
+        if isinstance(part, Batch):
+            inputs = part.inputs()
+        elif self._prefill_graphs is not None and (logits := self._prefill_graphs.logits(part)) is not None:
+            return logits
+        else:
+            inputs = self._rows.inputs(part)
+        model = self._loaded.model
+        return model.logits(model.forward(inputs, self._kv))
 
     def _apply(self, body: Body) -> None:
         self._regroup = False
@@ -312,7 +323,7 @@ class Runner:
     def _allocate(self, group: GroupConfig) -> None:
         loaded = self._loaded
         specs = loaded.model.kv_specs()
-        self._graphs = None  # and its memory
+        self._graphs = self._prefill_graphs = None  # and their memory
         self._kv = KvCache(specs, num_blocks=self._group.num_blocks, block_size=loaded.block_size, device=loaded.device)
         self._rows = Rows(
             group.max_rows,
@@ -327,6 +338,15 @@ class Runner:
         if loaded.graphs:
             self._graphs = DecodeGraphs(loaded.model, self._kv, self._rows, max_model_len=group.max_model_len)
             self._graphs.capture()
+            if loaded.model.captures_prefill:
+                self._prefill_graphs = PrefillGraphs(
+                    loaded.model,
+                    self._kv,
+                    self._rows,
+                    max_tokens=group.max_batched_tokens,
+                    max_model_len=group.max_model_len,
+                )
+                self._prefill_graphs.capture(self._graphs.pool)
 
     def _warm_up(self, tokens: int) -> None:
         """A prefill and two decode steps of a row whose blocks are all the null block, as two ordinary plans."""

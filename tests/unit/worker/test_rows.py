@@ -80,7 +80,8 @@ class RowsMachine(RuleBasedStateMachine):
         rows = data.draw(st.lists(st.sampled_from(filling), unique=True)) if filling else []
         starts = [data.draw(st.integers(0, len(self.naive[row].tokens) - 1)) for row in rows]
         counts = [data.draw(st.integers(1, len(self.naive[r].tokens) - s)) for r, s in zip(rows, starts, strict=True)]
-        inputs, batch = self.rows.prefill(PrefillPass(u32(rows), u32(starts), u32(counts)))
+        (chunks,), batch = self.rows.prefill(PrefillPass(u32(rows), u32(starts), u32(counts)))
+        inputs = self.rows.inputs(chunks)
         spans = [
             (row, position)
             for row, start, count in zip(rows, starts, counts, strict=True)

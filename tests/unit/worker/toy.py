@@ -56,6 +56,7 @@ class ToyModel:
     max_model_len = MAX_LEN
     routed_experts = False
     generated_reusable = True
+    captures_prefill = False
     config_hash = "toy"
 
     def __init__(self, logits_of: Logits = hashed_logits) -> None:

@@ -27,6 +27,7 @@ class Model(Protocol):
     generated_reusable: (
         bool  # a prompt pass (PREFILL) over generated tokens gives the same bits of KV as generating them (DECODE)
     )
+    captures_prefill: bool  # `forward` takes prefill passes whose lengths only the device knows, as a CUDA graph needs
     config_hash: str  # equal on two workers exactly if config, dtype and the weights' headers are
 
     def kv_specs(self) -> tuple[KvSpec, ...]:

@@ -268,13 +268,16 @@ class AttentionPass:
             tables, positions, inputs.slots[0], kv_heads=c.kv_heads, block_size=kv.block_size, dtype=dtype
         )
         decode = inputs.kind is Kind.DECODE and len(inputs.seq_lens) == self._tokens  # not tokens that are replayed
+        captured = inputs.kind is Kind.PREFILL and not inputs.query_lens
         batch = PagedBatch(
             inputs.query_lens,
             inputs.host_seq_lens,
             inputs.block_tables[0],
             kv.block_size,
-            lens=inputs.seq_lens if decode else None,
+            lens=inputs.seq_lens if decode or captured else None,
             max_seq_len=inputs.max_seq_len,
+            query_starts=inputs.query_starts if captured else None,
+            tokens=self._tokens if captured else 0,
         )
         self._prepared: Prepared = prepare(
             batch,
@@ -284,8 +287,9 @@ class AttentionPass:
             dtype=kv.layer(0, 0).dtype,
             device=positions.device,
             deterministic=deterministic,
-            new_kv=True,
+            new_kv=not captured,
         )
+        self._takes_new_kv = not captured
         self._mixed: torch.Tensor | None = None  # attention has its own on CUDA, unless rows are padded
         if rows != self._tokens or not positions.is_cuda:
             self._mixed = torch.empty(rows, c.heads * c.head_dim, dtype=dtype, device=positions.device)
@@ -302,7 +306,8 @@ class AttentionPass:
         rope.rotate_and_store_(qkv, cache, self._rope, weights.head_norm)
         kv_heads = cache.shape[2]
         q, k, v = torch.tensor_split(qkv[: self._tokens], (self._heads, self._heads + kv_heads), 1)
-        mixed = attention(q, cache, self._prepared, scale=self._scale, out=self._mixed, new_kv=(k, v))
+        new_kv = (k, v) if self._takes_new_kv else None
+        mixed = attention(q, cache, self._prepared, scale=self._scale, out=self._mixed, new_kv=new_kv)
         if kept is None:
             return linear(mixed, weights.out, plus=hidden)
         return linear(mixed[kept], weights.out, plus=hidden[kept])
@@ -339,6 +344,7 @@ class Decoder:
             Kind.DECODE: qkv,
         }  # of the linears; the KV cache keeps the weights' dtype
         self.generated_reusable = qkv.prompt is None
+        self.captures_prefill = True
         cos, sin = config.rope.cos_sin(config.max_positions, config.head_dim)
         self._tables = rope.tables(cos, sin, qkv.dtype, embedding.device)
 

@@ -186,6 +186,7 @@ class Deepseek(Decoder):
         del self._tables  # of another form than latent attention takes
         self._angles = latent_tables(config.rope, config.max_positions, config.head_dim, device)
         self.generated_reusable = self.generated_reusable and device.type == "cpu"
+        self.captures_prefill = False  # prompts are cut into pieces by their lengths
 
     def kv_specs(self) -> tuple[KvSpec, ...]:
         c = self._config

@@ -47,7 +47,7 @@ def choose(
 
 
 def plan(ids: torch.Tensor, experts: int, block_m: int) -> Plan:
-    """See the public function."""
+    """The pairs of ids int32 [T, k] by expert, in blocks of at most block_m."""
     flat = ids.flatten().long()
     order = flat.argsort(stable=True)[(flat < 0).sum() :]
     counts = torch.bincount(flat[flat >= 0], minlength=experts)

@@ -30,4 +30,6 @@ class StepInputs:
     query_lens: tuple[int, ...]  # [B] host
     host_seq_lens: tuple[int, ...]  # [B] host
     max_seq_len: int  # host: the largest of seq_lens, or a bound on it
-    live: torch.Tensor | None = None  # [T] bool: tokens of rows that are alive; None: all. Others are routed to no expert
+    live: torch.Tensor | None = (
+        None  # [T] bool: tokens of rows that are alive; None: all. Others are routed to no expert
+    )

@@ -7,6 +7,7 @@ no sequence: it writes to the null block, is routed to no expert, and nothing re
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class _Layout:
         """positions [T], owners [T], rows [B], lens [B], logits_index [B], query_starts [B + 1], count [1]: views."""
         t, b = self.tokens, self.sequences
         bounds = np.cumsum([0, t, t, b, b, b, b + 1, 1]).tolist()
-        return tuple(array[start:end] for start, end in zip(bounds, bounds[1:], strict=False))
+        return tuple(array[start:end] for start, end in itertools.pairwise(bounds))
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,6 @@ from lockstep_common.steps import (
 from lockstep_worker import collectives
 from lockstep_worker.collectives import Alone, Group, Membership
 from lockstep_worker.graphs import DecodeGraphs
-from lockstep_worker.inputs import StepInputs
 from lockstep_worker.kv import KvCache
 from lockstep_worker.models import Model
 from lockstep_worker.prefill_graphs import PrefillGraphs

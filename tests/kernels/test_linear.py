@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep_kernels.linear import Layout, cpu, linear, pack, reference
+from lockstep_kernels.linear import Layout, fbgemm, linear, pack, reference
 from lockstep_kernels.swiglu import pack_gate_up, swiglu
 from lockstep_kernels.swiglu import reference as swiglu_reference
 
@@ -111,8 +111,9 @@ def test_a_weight_beyond_float16_keeps_its_range() -> None:
 def test_silu_has_the_same_bits_wherever_an_element_stands(elements: int) -> None:
     torch.manual_seed(0)
     values = torch.randn(elements)
-    everywhere = cpu.silu_(values.repeat(3))
-    assert torch.equal(cpu.silu_(values.clone()).repeat(3), everywhere)
+    unit = fbgemm.silu_unit()
+    everywhere = fbgemm.silu_(values.repeat(3), unit)
+    assert torch.equal(fbgemm.silu_(values.clone(), unit).repeat(3), everywhere)
 
 
 def test_operands_that_do_not_fit_are_refused() -> None:

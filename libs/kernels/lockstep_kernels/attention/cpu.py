@@ -13,15 +13,14 @@ What makes it so:
 - Decode and prefill differ only in how many query rows meet how many tiles.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from lockstep_kernels.attention.batch import PagedBatch
+from lockstep_kernels.scripted import scripted
 
 TILE = 64
 INNER = 128
@@ -29,8 +28,7 @@ ROWS = 4
 MOST_PARTS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
+class Tile(NamedTuple):
     """Some new tokens of each sequence of a segment, against the first whole tiles of its positions.
 
     They come in parts: one for each of many sequences, or a few that share one sequence's keys. Everything is a view of the
@@ -39,21 +37,19 @@ class Tile:
     """
 
     first: int  # of the pass's tokens
-    shape: tuple[int, int, int, int, int]  # kv_heads, parts, tokens of a part, group, d
     mask: torch.Tensor  # float32 0 or -inf
     masked: torch.Tensor  # the scores that `mask` is added to
-    queries_in: torch.Tensor  # [shape] of `queries`, whose other rows are padding
+    queries_in: torch.Tensor  # [kv_heads, parts, tokens of a part, group, d] of `queries`, whose other rows are padding
     queries: torch.Tensor  # [N, rows, d] float32
     keys: torch.Tensor  # [N, d, keys]
     scores: torch.Tensor  # [N, rows, keys]
     weights: torch.Tensor  # [N, rows, keys]
-    products: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # weights and values of INNER positions each
+    products: list[tuple[torch.Tensor, torch.Tensor]]  # weights and values of INNER positions each
     mixed: torch.Tensor  # [N, rows, d]
     mixed_out: torch.Tensor  # of `mixed` what `queries_in` is of `queries`
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """Sequences that are computed together: many with one new token each, or one with any number."""
 
     blocks: torch.Tensor  # which blocks of the cache are gathered, whole
@@ -62,7 +58,7 @@ class Segment:
     wide: torch.Tensor  # workspace of that shape in float32
     vectors: torch.Tensor  # the same, one row a key or value
     unused: torch.Tensor  # which of `vectors` lie beyond the end of their sequence
-    tiles: tuple[Tile, ...]
+    tiles: list[Tile]
 
 
 Prepared = tuple[Segment, ...]  # in the order of the pass's tokens
@@ -80,36 +76,38 @@ def prepare(batch: PagedBatch, group: int, kv_heads: int, head_dim: int, dtype: 
     return tuple(segments)
 
 
+def _of_tile(x: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """The tokens of a tile in x, which has the heads of a token one after the other, as `Tile.queries_in`; a view."""
+    shape = tile.queries_in.size()
+    count, group, width = shape[2], shape[3], shape[4]
+    token = x.stride(0)
+    strides = [group * width, count * token, token, width, 1]
+    return x.as_strided(shape, strides, x.storage_offset() + tile.first * token)
+
+
+@scripted
+def _attend(q: torch.Tensor, cache: torch.Tensor, segment: Segment, scale: float, out: torch.Tensor) -> None:
+    """cache [blocks, what a block holds]."""
+    torch.index_select(cache, 0, segment.blocks, out=segment.gathered)
+    segment.wide.copy_(segment.arranged)
+    segment.vectors.index_fill_(0, segment.unused, 0)
+    for tile in segment.tiles:
+        tile.queries_in.copy_(_of_tile(q, tile))
+        tile.scores.baddbmm_(tile.queries, tile.keys, beta=0, alpha=scale)
+        tile.masked.add_(tile.mask)
+        torch.softmax(tile.scores, -1, out=tile.weights)
+        weights, values = tile.products[0]
+        torch.bmm(weights, values, out=tile.mixed)
+        for weights, values in tile.products[1:]:
+            tile.mixed.baddbmm_(weights, values)
+        _of_tile(out, tile).copy_(tile.mixed_out)
+
+
 def attention(q: torch.Tensor, cache: torch.Tensor, prepared: Prepared, scale: float, out: torch.Tensor) -> None:
     """See the public function."""
     blocks = cache.flatten(1)
     for segment in prepared:
-        torch.index_select(blocks, 0, segment.blocks, out=segment.gathered)
-        segment.wide.copy_(segment.arranged)
-        segment.vectors.index_fill_(0, segment.unused, 0)
-        for tile in segment.tiles:
-            tile.queries_in.copy_(_of_tile(q, tile))
-            _attend(tile, scale)
-            _of_tile(out, tile).copy_(tile.mixed_out)
-
-
-def _of_tile(x: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """The tokens of a tile in x, which has the heads of a token one after the other, as [tile.shape]; a view."""
-    _, _, count, group, width = tile.shape
-    token = x.stride(0)
-    strides = (group * width, count * token, token, width, 1)
-    return x.as_strided(tile.shape, strides, x.storage_offset() + tile.first * token)
-
-
-def _attend(tile: Tile, scale: float) -> None:
-    """tile.mixed = softmax(scale * queries . keys + mask) values, for each of the heads and parts."""
-    tile.scores.baddbmm_(tile.queries, tile.keys, beta=0, alpha=scale)
-    tile.masked.add_(tile.mask)
-    torch.softmax(tile.scores, -1, out=tile.weights)
-    (weights, values), *others = tile.products
-    torch.bmm(weights, values, out=tile.mixed)
-    for weights, values in others:
-        tile.mixed.baddbmm_(weights, values)
+        _attend(q, blocks, segment, scale, out)
 
 
 def _runs(query_lens: tuple[int, ...]) -> Iterator[tuple[int, int]]:
@@ -191,7 +189,7 @@ def _prefill_spans(start: int, new: int, first: int, heads: tuple[int, int, int,
 
 def _tiles(
     spans: list[_Span], heads: tuple[int, int, int, int], keys: torch.Tensor, values: torch.Tensor
-) -> tuple[Tile, ...]:
+) -> list[Tile]:
     """The tiles of a segment; they run one after the other and so share their workspaces."""
     kv_heads, _, group, head_dim = heads
     sizes = [(kv_heads * parts, _whole(count * group, ROWS)) for _, parts, count, _, _ in spans]
@@ -207,7 +205,6 @@ def _tiles(
         tiles.append(
             Tile(
                 first,
-                shape,
                 mask,
                 masked=scores.view(kv_heads, parts, rows, seen)[..., seen - mask.shape[-1] :],
                 queries_in=queries[:, : count * group].view(shape),
@@ -215,14 +212,12 @@ def _tiles(
                 keys=own_keys.transpose(1, 2),
                 scores=scores,
                 weights=weights,
-                products=tuple(
-                    (weights[..., i : i + INNER], own_values[:, i : i + INNER]) for i in range(0, seen, INNER)
-                ),
+                products=[(weights[..., i : i + INNER], own_values[:, i : i + INNER]) for i in range(0, seen, INNER)],
                 mixed=mixed,
                 mixed_out=mixed[:, : count * group].view(shape),
             )
         )
-    return tuple(tiles)
+    return tiles
 
 
 def _whole(count: int, unit: int) -> int:

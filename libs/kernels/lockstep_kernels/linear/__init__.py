@@ -6,9 +6,9 @@ import torch
 
 from lockstep_kernels.checks import check_shape
 from lockstep_kernels.fp8 import Fp8Weight, dequantise
-from lockstep_kernels.linear import cpu, reference
+from lockstep_kernels.linear import cpu
 from lockstep_kernels.linear.packed import Layout, Packed
-from lockstep_kernels.rms_norm import Norm, rms_norm
+from lockstep_kernels.rms_norm import Norm
 
 __all__ = ["Layout", "Packed", "linear", "pack", "pack_fp8"]
 
@@ -75,23 +75,8 @@ def linear(
             check_shape(name, operand, (rows, weight.out_features))
     if weight.layout.on_cuda:
         return _on_cuda(x, weight, norm, silu, times, plus, torch.float32 if wide else x.dtype)
-    if norm is not None:
-        x = rms_norm(x, *norm)
-    y = _on_cpu(x, weight, silu, times, plus)
+    y = cpu.linear(x, weight, norm, silu, times, plus)
     return y.float() if wide else y
-
-
-def _on_cpu(
-    x: torch.Tensor, weight: Packed, silu: bool, times: torch.Tensor | None, plus: torch.Tensor | None
-) -> torch.Tensor:
-    match weight.layout:
-        case Layout.HALF:
-            return cpu.half_linear(x, weight, silu, times, plus)
-        case Layout.ONEDNN:
-            return cpu.onednn_linear(x, weight, silu, times, plus)
-        case _:
-            assert isinstance(weight.weight, torch.Tensor)
-            return reference.linear(x, weight.weight, weight.bias, silu=silu, times=times, plus=plus)
 
 
 def _on_cuda(

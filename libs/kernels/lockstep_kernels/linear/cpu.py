@@ -16,20 +16,25 @@ from dataclasses import replace
 
 import torch
 
+from lockstep_kernels.linear import reference
 from lockstep_kernels.linear.packed import Layout, Packed
+from lockstep_kernels.rms_norm import Norm, rms_norm
 
 PACK_ROWS = 8  # the number of rows oneDNN's layout is chosen for; it serves all
 LARGEST_HALF = 65504.0
-_linear = torch.ops.mkldnn._linear_pointwise
-_linear_binary = torch.ops.mkldnn._linear_pointwise.binary
-_half_linear = torch.ops.quantized.linear_dynamic_fp16
+HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines
+HAS_ONEDNN = torch._C._has_mkldnn
+if HAS_FBGEMM:
+    from lockstep_kernels.linear import fbgemm
+if HAS_ONEDNN:
+    from lockstep_kernels.linear import onednn
 
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None, prompts: bool) -> Packed | None:
     """See the public function; None if this machine has no packed product for the weight."""
     if weight.device.type != "cpu":
         return None
-    if weight.dtype != torch.bfloat16 or "fbgemm" not in torch.backends.quantized.supported_engines:
+    if weight.dtype != torch.bfloat16 or not HAS_FBGEMM:
         return _onednn(weight, bias)
     out_features, in_features = weight.shape
     prompt = _onednn(weight, bias) if prompts else None
@@ -41,6 +46,37 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None, prompts: bool) -> Pack
     return packed if packed is None else replace(packed, prompt=prompt)
 
 
+def linear(
+    x: torch.Tensor,
+    weight: Packed,
+    norm: Norm | None,
+    silu: bool,
+    times: torch.Tensor | None,
+    plus: torch.Tensor | None,
+) -> torch.Tensor:
+    """See the public function."""
+    match weight.layout:
+        case Layout.HALF:
+            return fbgemm.linear(x, weight, norm, silu, times, plus)
+        case Layout.ONEDNN:
+            return onednn.linear(x, weight, norm, silu, times, plus)
+        case _:
+            if norm is not None:
+                x = rms_norm(x, *norm)
+            assert isinstance(weight.weight, torch.Tensor)
+            return reference.linear(x, weight.weight, weight.bias, silu=silu, times=times, plus=plus)
+
+
+def gated(x: torch.Tensor, gate: Packed, up: Packed, norm: Norm | None) -> torch.Tensor:
+    """silu(x @ gate.T) * (x @ up.T), of x normalised first if there is a `norm`."""
+    gate, up = gate.form(x.dtype), up.form(x.dtype)
+    if gate.layout is up.layout is Layout.HALF:
+        return fbgemm.gated(x, gate, up, norm)
+    if norm is not None:
+        x = rms_norm(x, *norm)
+    return linear(x, up, None, False, linear(x, gate, None, True, None, None), None)
+
+
 def _onednn(weight: torch.Tensor, bias: torch.Tensor | None) -> Packed | None:
     """None if oneDNN has no product of this dtype on this machine."""
     if not _onednn_has(weight.dtype):
@@ -50,55 +86,8 @@ def _onednn(weight: torch.Tensor, bias: torch.Tensor | None) -> Packed | None:
     return Packed(reordered, bias, out_features, in_features, Layout.ONEDNN, weight.dtype)
 
 
-def onednn_linear(
-    x: torch.Tensor, weight: Packed, silu: bool, times: torch.Tensor | None, plus: torch.Tensor | None
-) -> torch.Tensor:
-    """See the public function."""
-    rows = x.shape[0]
-    if rows == 0:
-        return x.new_empty(0, weight.out_features)
-    if rows == 1:
-        twice = [None if t is None else t.expand(2, -1).contiguous() for t in (times, plus)]
-        return onednn_linear(x.expand(2, -1).contiguous(), weight, silu, *twice)[:1]
-    if times is not None:
-        return _linear_binary(x, times, weight.weight, weight.bias, "mul")  # type: ignore[no-any-return]
-    if plus is not None:
-        return _linear_binary(x, plus, weight.weight, weight.bias, "add")  # type: ignore[no-any-return]
-    return _linear(x, weight.weight, weight.bias, "swish" if silu else "none", [], "")  # type: ignore[no-any-return]
-
-
-def half_linear(
-    x: torch.Tensor, weight: Packed, silu: bool, times: torch.Tensor | None, plus: torch.Tensor | None
-) -> torch.Tensor:
-    """See the public function."""
-    if x.shape[0] == 0:
-        return x.new_empty(0, weight.out_features)
-    y: torch.Tensor = _half_linear(x, weight.weight)
-    if silu:
-        return silu_(y)
-    if times is not None:
-        return y.mul_(times)
-    return y if plus is None else y.add_(plus)
-
-
-def silu_(y: torch.Tensor) -> torch.Tensor:
-    """In place, y float32 contiguous; an element's bits do not depend on where it stands.
-
-    torch's vector loop and its scalar tail compute exp differently, and every thread's share has a tail: the number of
-    elements must divide into whole vectors for all of them.
-    """
-    unit = 64 * torch.get_num_threads()
-    elements = y.numel()
-    if elements % unit == 0:
-        return torch.nn.functional.silu(y, inplace=True)
-    whole = torch.zeros(-(-elements // unit) * unit)
-    whole[:elements] = y.view(-1)
-    y.view(-1).copy_(torch.nn.functional.silu(whole, inplace=True)[:elements])
-    return y
-
-
 def _onednn_has(dtype: torch.dtype) -> bool:
-    if not torch._C._has_mkldnn:
+    if not HAS_ONEDNN:
         return False
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

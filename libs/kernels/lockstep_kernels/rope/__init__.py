@@ -8,7 +8,7 @@ import torch
 
 from lockstep_kernels.checks import check_shape
 from lockstep_kernels.rms_norm import Norm, rms_norm
-from lockstep_kernels.rope import reference
+from lockstep_kernels.rope import cpu, reference
 
 __all__ = ["Prepared", "Tables", "kv_rows", "prepare", "rotate_", "rotate_and_store_", "store_kv", "tables"]
 
@@ -92,6 +92,10 @@ def rotate_and_store_(
         return
     if kv_scale is not None:
         raise ValueError(f"a cache with scales is not supported on {qkv.device.type}")
+    if qkv.device.type == "cpu":
+        gain, eps = norm if norm is not None else (None, 0.0)
+        cpu.rotate_and_store_(qkv, cache, prepared.cos, prepared.sin, prepared.where, gain, eps)
+        return
     rotated = qkv[:, : heads + kv_heads]
     if norm is not None:
         rotated.copy_(rms_norm(rotated, *norm))
@@ -108,7 +112,7 @@ def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """
     check_shape("cos", cos, (x.shape[0], 1, x.shape[2]))
     check_shape("sin", sin, (x.shape[0], 1, x.shape[2]))
-    reference.rotate_(x, cos, sin)
+    (cpu if x.device.type == "cpu" else reference).rotate_(x, cos, sin)
 
 
 def kv_rows(slots: torch.Tensor, kv_heads: int, block_size: int) -> torch.Tensor:

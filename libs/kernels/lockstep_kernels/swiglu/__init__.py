@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from lockstep_kernels.checks import check_shape
 from lockstep_kernels.fp8 import BLOCK, Fp8Weight
-from lockstep_kernels.linear import Packed, linear, pack, pack_fp8
-from lockstep_kernels.rms_norm import Norm, rms_norm
+from lockstep_kernels.linear import Packed, cpu, pack, pack_fp8
+from lockstep_kernels.rms_norm import Norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,5 @@ def swiglu(x: torch.Tensor, weight: GateUp, *, norm: Norm | None = None) -> torc
         from lockstep_kernels.linear import cuda
 
         return cuda.gated(x, weight.gate, norm)
-    if norm is not None:
-        x = rms_norm(x, *norm)
-    return linear(x, weight.up, times=linear(x, weight.gate, silu=True))
+    check_shape("x", x, (x.shape[0], weight.gate.in_features))
+    return cpu.gated(x, weight.gate, weight.up, norm)

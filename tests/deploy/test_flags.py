@@ -10,7 +10,7 @@ import pytest
 SERVICE = "host port metrics_port log_level tls_cert tls_key tls_ca internal_token"
 FLAGS = {
     ("lockstep_cli.config", "UpConfig"): """
-        model served_model_name dp lockstep tensor_parallel_size dtype device max_model_len max_num_seqs
+        model served_model_name dp lockstep tensor_parallel_size dtype kv_cache_dtype device max_model_len max_num_seqs
         max_num_batched_tokens block_size kv_cache_memory_gb threads vote_interval_ms seed redis_url host port grpc_port
         api_key log_dir log_level start_timeout_s""",
     ("lockstep_scheduler.config", "SchedulerConfig"): f"""{SERVICE}
@@ -18,9 +18,9 @@ FLAGS = {
         prefill_attempt_interval prefill_any_attempt_interval max_window max_prefill_tokens_per_point watermark
         enable_prefix_caching worker_timeout load_timeout session_grace redis_url ledger_ttl model""",
     ("lockstep_worker.config", "WorkerConfig"): f"""{SERVICE}
-        model served_model_name dtype device max_num_seqs max_model_len max_num_batched_tokens block_size
-        kv_cache_memory_gb deterministic threads seed collective_deadline_s reform_timeout_s null_step_ms null_vocab_size
-        null_max_model_len""",
+        model served_model_name dtype kv_cache_dtype load_format device max_num_seqs max_model_len max_num_batched_tokens
+        block_size kv_cache_memory_gb gpu_memory_utilization enforce_eager logprobs_mode deterministic threads seed
+        collective_deadline_s reform_timeout_s null_step_ms null_vocab_size null_max_model_len""",
     ("lockstep_router.config", "RouterConfig"): f"""{SERVICE}
         grpc_port schedulers redis_url model served_model_name api_key seed accept_timeout reconnect_timeout
         drain_timeout ssl_certfile ssl_keyfile""",

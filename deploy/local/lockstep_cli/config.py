@@ -35,6 +35,9 @@ class UpConfig:
     )
     tensor_parallel_size: int = setting(1, "1; attention is data parallel here, see --dp", metavar="N")
     dtype: str = setting("auto", "of weights and activations", choices=("auto", "float32", "bfloat16", "float16"))
+    kv_cache_dtype: str = setting(
+        "auto", "of the KV cache; auto: as dtype; fp8: 8 bits, on CUDA", choices=("auto", "fp8", "fp8_e4m3")
+    )
     device: str = setting("auto", "auto: cuda if there is one", choices=("auto", "cpu", "cuda"))
     max_model_len: int = setting(0, "longest prompt + answer in tokens; 0: the model's", metavar="TOKENS")
     max_num_seqs: int = setting(64, "requests that a worker runs at once", metavar="N")

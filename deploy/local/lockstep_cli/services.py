@@ -92,6 +92,7 @@ def _worker(config: UpConfig, directory: Path, machine: Machine, rank: int, addr
         "model": directory,
         "served-model-name": model_name(config, directory),
         "dtype": config.dtype,
+        "kv-cache-dtype": config.kv_cache_dtype,
         "device": config.device,
         "max-num-seqs": config.max_num_seqs,
         "max-model-len": config.max_model_len,

@@ -20,7 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from lockstep_common import errors
 from lockstep_common.errors import ConfigError, LockstepError
-from lockstep_common.steps import Sampling, f32, u32
+from lockstep_common.steps import PromptScores, Sampling, f32, u32
 from lockstep_proto.v1 import common_pb2
 
 ERROR_TRAILER = "lockstep-error-bin"
@@ -170,6 +170,7 @@ def write_sampling(sampling: Sampling) -> common_pb2.Sampling:
         bias_ids=np.array([i for i, _ in sampling.bias], "<u4").tobytes(),
         bias_values=np.array([value for _, value in sampling.bias], "<f4").tobytes(),
         logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs if sampling.prompt_logprobs >= 0 else None,
     )
 
 
@@ -194,7 +195,27 @@ def read_sampling(message: common_pb2.Sampling) -> Sampling:
         stop_ids=stop_ids,
         bias=bias,
         logprobs=message.logprobs,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else -1,
     )
+
+
+def write_scores(scores: PromptScores) -> common_pb2.PromptLogprobs:
+    return common_pb2.PromptLogprobs(
+        logprobs=scores.logprobs.tobytes(),
+        ranks=scores.ranks.tobytes(),
+        width=scores.ids.shape[1],
+        ids=scores.ids.tobytes(),
+        values=scores.values.tobytes(),
+    )
+
+
+def read_scores(message: common_pb2.PromptLogprobs) -> PromptScores:
+    """ValueError if the arrays do not fit together."""
+    logprobs, ranks = f32(message.logprobs), u32(message.ranks)
+    shape = (len(ranks), message.width)
+    if len(logprobs) != len(ranks):
+        raise ValueError(f"{len(logprobs)} log probabilities for {len(ranks)} ranks")
+    return PromptScores(logprobs, ranks, u32(message.ids).reshape(shape), f32(message.values).reshape(shape))
 
 
 _BY_STATUS: dict[grpc.StatusCode, type[LockstepError]] = {

@@ -7,6 +7,7 @@ These frozen values are what both services compute with. The protobuf form stops
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -30,6 +31,9 @@ ROW_SHIFT: Final = 32
 ROW_BITS: Final = 20
 FLAG_SHIFT: Final = 52
 MAX_ROWS: Final = 1 << ROW_BITS
+
+MAX_LOGPROBS: Final = 20  # the most best tokens that a token's log probabilities can come with
+MAX_PROMPT_SCORES: Final = 1 << 17  # numbers that the scores of a request's prompts may be: tokens x (n + 1)
 
 
 class Flag(enum.IntFlag):
@@ -83,6 +87,7 @@ class Sampling:
     stop_ids: tuple[int, ...] = ()
     bias: tuple[tuple[int, float], ...] = ()
     logprobs: int = -1
+    prompt_logprobs: int = -1  # -1 none; 0 those of the prompt's tokens; n also those of the n best
 
     @property
     def plain(self) -> bool:
@@ -167,6 +172,41 @@ class TopLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Log probabilities of m neighbouring tokens of a prompt, each under the model's distribution after the tokens before it."""
+
+    logprobs: F32  # [m]
+    ranks: U32  # [m]: 1 for the most probable token
+    ids: U32  # [m, width]: the best tokens, best first
+    values: F32  # [m, width]
+
+    def __len__(self) -> int:
+        return len(self.logprobs)
+
+    def __getitem__(self, part: slice) -> PromptScores:
+        return PromptScores(self.logprobs[part], self.ranks[part], self.ids[part], self.values[part])
+
+    @classmethod
+    def joined(cls, parts: Sequence[PromptScores]) -> PromptScores:
+        """Of at least one part; all are equally wide."""
+        return cls(
+            np.concatenate([part.logprobs for part in parts]),
+            np.concatenate([part.ranks for part in parts]),
+            np.concatenate([part.ids for part in parts]),
+            np.concatenate([part.values for part in parts]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """Scores of the tokens [start, start + len(scores)) of a row's prompt; start is at least 1."""
+
+    row: int
+    start: int
+    scores: PromptScores
+
+
+@dataclass(frozen=True, slots=True)
 class PlanOutcome:
     """Steps [first, first + steps) of plan `seq` as one DP rank ran them. `counts[i]` of `words` belong to step first + i."""
 
@@ -181,6 +221,7 @@ class PlanOutcome:
     logprobs: F32 = field(default_factory=lambda: NO_F32)  # one a word; empty if no row asked; NaN where not asked
     top: TopLogprobs | None = None
     faults: tuple[tuple[int, str], ...] = ()  # (row, why), for words with FAULT
+    prompts: tuple[PromptChunk, ...] = ()  # of rows that asked for their prompt's scores
     step_ns: int = 0
     turnaround_ns: int = 0
     idle_ns: int = 0
@@ -191,6 +232,7 @@ class KvGroup:
     kind: str
     block_size: int
     num_blocks: int
+    dtype: str = ""  # of what it keeps
 
 
 @dataclass(frozen=True, slots=True)

@@ -314,7 +314,7 @@ def read_facts(message: worker_pb2.WorkerFacts) -> WorkerFacts:
         max_model_len=message.max_model_len,
         max_rows=message.max_rows,
         weights_epoch=message.weights_epoch,
-        groups=tuple(KvGroup(g.kind, g.block_size, g.num_blocks) for g in message.groups),
+        groups=tuple(KvGroup(g.kind, g.block_size, g.num_blocks, g.dtype) for g in message.groups),
         deterministic=message.deterministic,
         routed_experts=message.routed_experts,
         generated_reusable=message.generated_reusable,

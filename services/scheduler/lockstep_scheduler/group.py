@@ -167,5 +167,5 @@ def describe(group: Group) -> str:
     kv = group.facts.groups[0]
     return (
         f"model {group.facts.model} ({group.facts.dtype} on {group.facts.device}), {group.max_rows} rows a rank, "
-        f"context {group.max_model_len}, {kv.num_blocks - 1} KV blocks of {kv.block_size} tokens"
+        f"context {group.max_model_len}, {kv.num_blocks - 1} KV blocks of {kv.block_size} tokens ({kv.dtype})"
     )

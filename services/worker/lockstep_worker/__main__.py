@@ -30,6 +30,7 @@ from lockstep_worker.weights import ConfigFile
 log = logging.getLogger("lockstep_worker")
 
 _LOG_EVERY_S = 5.0
+_E4M3_SINCE = (8, 9)  # compute capability
 _SWITCH_S = 0.0005  # how long a thread may keep the others from the interpreter; plans must not wait for 5 ms
 
 
@@ -85,6 +86,7 @@ def load(settings: WorkerConfig, progress: Callable[[float, str], None]) -> Load
             deterministic=deterministic,
             progress=_loading(settings.name, progress),
             dummy_weights=settings.load_format == "dummy",
+            kv_dtype=choose_kv_dtype(settings.kv_cache_dtype, device),
         )
         make_sampler = partial(TokenSampler, logprobs_mode=LogprobsMode(settings.logprobs_mode))
         mark = cuda_mark if device.type == "cuda" else None
@@ -144,6 +146,17 @@ def choose_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device cuda: torch finds no CUDA device")
     return torch.device("cuda", 0) if name != "cpu" and torch.cuda.is_available() else torch.device("cpu")
+
+
+def choose_kv_dtype(name: str, device: torch.device) -> torch.dtype | None:
+    """The dtype of the KV cache; None: as the weights."""
+    if name == "auto":
+        return None
+    if device.type != "cuda":
+        raise ConfigError(f"kv_cache_dtype {name} on a {device.type}: a cache of 8 bits needs CUDA; use auto")
+    if torch.cuda.get_device_capability(device) < _E4M3_SINCE:
+        raise ConfigError(f"kv_cache_dtype {name}: {torch.cuda.get_device_name(device)} has no e4m3; use auto")
+    return torch.float8_e4m3fn
 
 
 def declared_dtype(path: Path) -> str:

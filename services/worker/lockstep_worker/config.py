@@ -26,6 +26,11 @@ class WorkerConfig:
         "auto: safetensors; dummy: random weights, only config.json is read",
         choices=("auto", "safetensors", "dummy"),
     )
+    kv_cache_dtype: str = setting(
+        "auto",
+        "of the KV cache; auto: as weights and activations; fp8: 8 bits (e4m3), on CUDA",
+        choices=("auto", "fp8", "fp8_e4m3"),
+    )
     device: str = setting("auto", "auto: CUDA if there is one", choices=("auto", "cpu", "cuda"))
     deterministic: str = setting(
         "auto", "a row's bits do not depend on its batch; auto: on the CPU", choices=("auto", "on", "off")
@@ -67,6 +72,8 @@ class WorkerConfig:
                 raise ConfigError("which model? give --model DIR (or --null-step-ms for a worker without one)")
             if not Path(self.model).expanduser().is_dir():
                 raise ConfigError(f"--model {self.model}: no such directory")
+        elif self.kv_cache_dtype != "auto":
+            raise ConfigError("a worker without a model has no KV cache to keep in 8 bits: give --kv-cache-dtype auto")
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1")

@@ -6,6 +6,7 @@ import time
 
 import torch
 
+from lockstep_common.errors import ConfigError
 from lockstep_worker.inputs import StepInputs
 from lockstep_worker.kv import KvCache, KvSpec
 from lockstep_worker.sampling import Sampled, SamplingBatch
@@ -47,6 +48,9 @@ class NullModel:
 
     def kv_specs(self) -> tuple[KvSpec, ...]:
         return (KvSpec(kind="full", layers=1, kv_heads=1, head_dim=8, dtype=torch.float32),)
+
+    def keep_kv_in(self, dtype: torch.dtype) -> None:
+        raise ConfigError(f"the null model has no KV cache of {dtype}: give --kv-cache-dtype auto")
 
     def forward(self, inputs: StepInputs, kv: KvCache) -> torch.Tensor:
         self._busy_until_ns = max(self._busy_until_ns, time.perf_counter_ns()) + self._step_ns

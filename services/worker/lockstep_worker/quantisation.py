@@ -40,7 +40,7 @@ def read_quantisation(config: ConfigFile) -> Scales | None:
 def _read_compressed(config: ConfigFile, found: Mapping[str, Any]) -> None:
     """Every group of layers must have e4m3 weights with a scale a channel, and operands that are quantised token by token."""
     _expect(config, FIELD, found, "format", "float-quantized")
-    _expect(config, FIELD, found, "kv_cache_scheme", None)
+    _read_kv_scheme(config, found.get("kv_cache_scheme"))
     groups = found.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise config.error(f"{FIELD}.config_groups", f"is {groups!r}, expected groups of layers")
@@ -55,6 +55,19 @@ def _read_compressed(config: ConfigFile, found: Mapping[str, Any]) -> None:
             _expect(config, field, scheme, "strategy", strategy)
             _expect(config, field, scheme, "symmetric", None, True)
             _expect(config, field, scheme, "dynamic", *dynamic)
+
+
+def _read_kv_scheme(config: ConfigFile, scheme: object) -> None:
+    """Scales for a KV cache of 8 bits do no harm to one of 16; such a scheme may be there, any other may not."""
+    if scheme is None:
+        return
+    field = f"{FIELD}.kv_cache_scheme"
+    if not isinstance(scheme, dict):
+        raise config.error(field, f"is {scheme!r}, expected an object")
+    _expect(config, field, scheme, "num_bits", 8)
+    _expect(config, field, scheme, "type", "float")
+    _expect(config, field, scheme, "symmetric", None, True)
+    _expect(config, field, scheme, "dynamic", None, False)
 
 
 def _expect(config: ConfigFile, field: str, values: Mapping[str, Any], name: str, *supported: object) -> None:

@@ -371,7 +371,15 @@ class Runner:
     def _config_hash(self) -> str:
         """Over everything that must be equal on all ranks of a group."""
         loaded = self._loaded
-        parts = (loaded.model.config_hash, loaded.dtype, loaded.device.type, loaded.deterministic, loaded.block_size)
+        kept = tuple(_name(spec.dtype) for spec in loaded.model.kv_specs())
+        parts = (
+            loaded.model.config_hash,
+            loaded.dtype,
+            *kept,
+            loaded.device.type,
+            loaded.deterministic,
+            loaded.block_size,
+        )
         return hashlib.sha256("|".join(map(str, parts)).encode()).hexdigest()[:16]
 
     def _facts(self, num_blocks: int) -> WorkerFacts:
@@ -385,11 +393,17 @@ class Runner:
             max_model_len=loaded.max_model_len,
             max_rows=loaded.max_rows,
             weights_epoch=0,
-            groups=tuple(KvGroup(spec.kind, loaded.block_size, num_blocks) for spec in loaded.model.kv_specs()),
+            groups=tuple(
+                KvGroup(spec.kind, loaded.block_size, num_blocks, _name(spec.dtype)) for spec in loaded.model.kv_specs()
+            ),
             deterministic=loaded.deterministic,
             routed_experts=loaded.model.routed_experts,
             generated_reusable=loaded.model.generated_reusable,
         )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def select_words(result: StepResult, keep: npt.NDArray[np.bool_]) -> StepResult:

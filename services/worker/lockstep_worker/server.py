@@ -426,7 +426,8 @@ def _facts(facts: WorkerFacts) -> worker_pb2.WorkerFacts:
         max_rows=facts.max_rows,
         weights_epoch=facts.weights_epoch,
         groups=[
-            worker_pb2.KvGroup(kind=g.kind, block_size=g.block_size, num_blocks=g.num_blocks) for g in facts.groups
+            worker_pb2.KvGroup(kind=g.kind, block_size=g.block_size, num_blocks=g.num_blocks, dtype=g.dtype)
+            for g in facts.groups
         ],
         deterministic=facts.deterministic,
         routed_experts=facts.routed_experts,

@@ -93,6 +93,10 @@ class Checkpoint(Protocol):
         """Whether there is such a tensor; only optional ones need asking for."""
         ...
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor that is there."""
+        ...
+
     def quantised(self, name: str) -> bool:
         """Whether the tensor `name` is e4m3, to be multiplied by scales that are tensors of their own."""
         ...
@@ -137,6 +141,9 @@ class DummyCheckpoint:
 
     def __contains__(self, name: str) -> bool:
         return False
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        raise KeyError(name)  # nothing is there before it is asked for
 
     def quantised(self, name: str) -> bool:
         return self._fp8 and name.endswith("_proj.weight")
@@ -207,6 +214,9 @@ class SafetensorsCheckpoint:
         tensor: torch.Tensor = self._files[path].get_tensor(name)
         self.bytes_taken += tensor.nbytes
         return tensor.to(self._device).to(dtype)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._files[self._where[name]].get_slice(name).get_shape())
 
     def quantised(self, name: str) -> bool:
         path = self._where.get(name)

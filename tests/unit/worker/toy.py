@@ -66,6 +66,9 @@ class ToyModel:
     def kv_specs(self) -> tuple[KvSpec, ...]:
         return (KvSpec(kind="full", layers=1, kv_heads=1, head_dim=1, dtype=torch.float32),)
 
+    def keep_kv_in(self, dtype: torch.dtype) -> None:
+        raise NotImplementedError
+
     def forward(self, inputs: StepInputs, kv: KvCache) -> torch.Tensor:
         self.passes.append((inputs.kind, len(inputs.token_ids)))
         layer = kv.layer(0, 0)

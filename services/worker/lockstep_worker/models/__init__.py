@@ -33,6 +33,9 @@ class Model(Protocol):
     def kv_specs(self) -> tuple[KvSpec, ...]:
         """What each KV group keeps."""
 
+    def keep_kv_in(self, dtype: torch.dtype) -> None:
+        """The KV cache keeps `dtype` instead of the weights'; before `kv_specs` is asked. ConfigError if it cannot."""
+
     def forward(self, inputs: StepInputs, kv: KvCache) -> torch.Tensor:
         """Runs the layers over the T tokens of `inputs` and writes their KV.
 
@@ -66,10 +69,12 @@ def load_model(
     deterministic: bool,
     progress: Callable[[float, int], None] = lambda share, read: None,
     dummy_weights: bool = False,
+    kv_dtype: torch.dtype | None = None,
 ) -> Model:
     """Loads a directory in Hugging Face's format; with `dummy_weights` of its config.json only, and random weights.
 
     `deterministic`: a row's bits depend neither on its batch, nor on chunking, nor on prefill against decode.
+    `kv_dtype` of the KV cache; None: that of the weights.
     `progress` is called with the loaded share, 0 to 1, and the bytes of weights read so far. Raises ConfigError naming the file and the field at fault.
     """
     config = ConfigFile(path)
@@ -82,4 +87,7 @@ def load_model(
     fp8 = read_quantisation(config) is not None
     with DummyCheckpoint(device, fp8=fp8) if dummy_weights else SafetensorsCheckpoint(path, device) as checkpoint:
         report: Progress = lambda share: progress(share, checkpoint.bytes_taken)  # noqa: E731
-        return loader(config, checkpoint, dtype, device, deterministic, report)
+        model = loader(config, checkpoint, dtype, device, deterministic, report)
+    if kv_dtype is not None:
+        model.keep_kv_in(kv_dtype)
+    return model

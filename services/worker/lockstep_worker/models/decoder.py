@@ -6,6 +6,7 @@ hidden += feed_forward(norm(hidden))                   FeedForward, the family's
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -87,13 +88,25 @@ def read_decoder(
 
 
 @dataclass(frozen=True, slots=True)
+class KvScale:
+    """What a cache of 8 bits keeps of a layer is divided by: float32 for each head, of keys and of values."""
+
+    both: torch.Tensor  # [2, h]
+    each: tuple[torch.Tensor, torch.Tensor]  # its rows
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    """qkv: query heads, then key heads, then value heads. `head_norm` has a gain [H + h, d] for each query and key head."""
+    """qkv: query heads, then key heads, then value heads. `head_norm` has a gain [H + h, d] for each query and key head.
+
+    `kv_scale` counts if the cache is of 8 bits; None: 1.
+    """
 
     norm: Norm
     qkv: Packed
     out: Packed
     head_norm: Norm | None
+    kv_scale: KvScale | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +240,28 @@ class WeightSource:
         if c.head_norms:
             q, k = (self.norm(f"{attention}{x}_norm", c.head_dim).gain for x in "qk")
             head_norm = Norm(torch.cat((q.expand(c.heads, -1), k.expand(c.kv_heads, -1))), c.eps)
-        return AttentionWeights(self.norm(f"{prefix}input_layernorm", c.hidden), qkv, out, head_norm)
+        norm, kv_scale = self.norm(f"{prefix}input_layernorm", c.hidden), self._kv_scale(attention, c.kv_heads)
+        return AttentionWeights(norm, qkv, out, head_norm, kv_scale)
+
+    def _kv_scale(self, attention: str, kv_heads: int) -> KvScale | None:
+        """Under whichever of the names in use the checkpoint has them; None if it has none."""
+        forms = ("{0}_proj.{0}_scale", "attn.{0}_scale", "{0}_scale")
+        names = [[name for form in forms if (name := attention + form.format(x)) in self.checkpoint] for x in "kv"]
+        if not any(names):
+            return None
+        if [len(found) for found in names] != [1, 1]:
+            raise ConfigError(f"{attention}: expected a scale of the cached keys and one of the values, found {names}")
+        both = torch.stack([self._head_scale(name, kv_heads) for (name,) in names]).to(self.device)
+        return KvScale(both, (both[0], both[1]))
+
+    def _head_scale(self, name: str, kv_heads: int) -> torch.Tensor:
+        shape = self.checkpoint.shape(name)
+        if math.prod(shape) not in (1, kv_heads):
+            raise ConfigError(f"tensor {name} has shape {list(shape)}, expected one number or one a head", param=name)
+        scale = self.checkpoint.take(name, shape, torch.float32).flatten().expand(kv_heads)
+        if not bool(((scale > 0) & scale.isfinite()).all()):
+            raise ConfigError(f"tensor {name} must be positive, is {scale.tolist()}", param=name)
+        return scale
 
     def _are_fp8(self, names: Sequence[str], sizes: Sequence[int]) -> bool:
         """Whether these products can be one of 8 bits: all are, and no block of scales would hold rows of two of them."""
@@ -303,11 +337,20 @@ class AttentionPass:
         With `kept`, only of those rows; the keys and values of all are stored.
         """
         qkv = linear(hidden, weights.qkv, norm=weights.norm).view(hidden.shape[0], -1, self._head_dim)
-        rope.rotate_and_store_(qkv, cache, self._rope, weights.head_norm)
+        scale = weights.kv_scale if cache.dtype == E4M3 else None
+        rope.rotate_and_store_(qkv, cache, self._rope, weights.head_norm, kv_scale=scale and scale.both)
         kv_heads = cache.shape[2]
         q, k, v = torch.tensor_split(qkv[: self._tokens], (self._heads, self._heads + kv_heads), 1)
         new_kv = (k, v) if self._takes_new_kv else None
-        mixed = attention(q, cache, self._prepared, scale=self._scale, out=self._mixed, new_kv=new_kv)
+        mixed = attention(
+            q,
+            cache,
+            self._prepared,
+            scale=self._scale,
+            out=self._mixed,
+            new_kv=new_kv,
+            kv_scale=scale and scale.each,
+        )
         if kept is None:
             return linear(mixed, weights.out, plus=hidden)
         return linear(mixed[kept], weights.out, plus=hidden[kept])
@@ -342,7 +385,8 @@ class Decoder:
         self._forms = {
             Kind.PREFILL: qkv.for_prompts,
             Kind.DECODE: qkv,
-        }  # of the linears; the KV cache keeps the weights' dtype
+        }  # of the linears
+        self._kv_dtype = embedding.dtype
         self.generated_reusable = qkv.prompt is None
         self.captures_prefill = True
         cos, sin = config.rope.cos_sin(config.max_positions, config.head_dim)
@@ -350,7 +394,10 @@ class Decoder:
 
     def kv_specs(self) -> tuple[KvSpec, ...]:
         c = self._config
-        return (KvSpec("full", c.layers, c.kv_heads, c.head_dim, self._embedding.dtype),)
+        return (KvSpec("full", c.layers, c.kv_heads, c.head_dim, self._kv_dtype),)
+
+    def keep_kv_in(self, dtype: torch.dtype) -> None:
+        self._kv_dtype = dtype
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, kv: KvCache) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 
 import torch
 
+from lockstep_common.errors import ConfigError
 from lockstep_common.steps import Kind
 from lockstep_kernels import mla
 from lockstep_kernels.linear import Packed, linear, pack
@@ -191,6 +192,9 @@ class Deepseek(Decoder):
     def kv_specs(self) -> tuple[KvSpec, ...]:
         c = self._config
         return (KvSpec("latent", c.layers, 1, c.rank + c.head_dim, self._embedding.dtype, planes=1),)
+
+    def keep_kv_in(self, dtype: torch.dtype) -> None:
+        raise ConfigError(f"{self.name}: latents cannot be kept as {dtype}: give --kv-cache-dtype auto")
 
     def _pass(self, inputs: StepInputs, rows: int, kv: KvCache, dtype: torch.dtype) -> LatentPass:
         return LatentPass(self._config, self._angles, inputs, rows, kv, dtype, self._expansion)

@@ -110,6 +110,13 @@ def in_8_bits(operands: Operands) -> Operands:
     return replace(operands, cache=cache, kv_scale=scales)
 
 
+def captured_batch(operands: Operands, extra: int) -> PagedBatch:
+    """The same pass with lengths on the device alone, and `extra` rows that belong to no sequence."""
+    new = torch.tensor([0, *(end - start for start, end in operands.spans)], device=DEVICE)
+    lens = torch.tensor([end for _, end in operands.spans], device=DEVICE)
+    return operands.batch(lens=lens, query_starts=new.cumsum(0), tokens=len(operands.q) + extra)
+
+
 HEADS = st.sampled_from(
     [Heads(2, 4, 16), Heads(3, 3, 16), Heads(1, 8, 32), Heads(2, 1, 16), Heads(1, 16, 16), Heads(1, 2, 24)]
 )
@@ -161,6 +168,62 @@ def test_prefill(
         tiling = replace(tiling, described=False)
     operands = make(heads, chunks, block_size, dtype)
     operands.check(operands.run(operands.batch(), tiling=tiling))
+
+
+@QUICK
+@given(
+    heads=HEADS,
+    spans=st.lists(st.tuples(LENGTHS, st.integers(0, 30)), min_size=1, max_size=3).filter(
+        lambda x: any(n for _, n in x)
+    ),
+    tiling=st.sampled_from(TILINGS),
+    extra=st.sampled_from([0, 1, 20]),
+)
+def test_captured_prefill(heads: Heads, spans: list[tuple[int, int]], tiling: cuda.Tiling, extra: int) -> None:
+    """Bit for bit what the same pass is with lengths on the host; sequences without new tokens and spare rows are nothing."""
+    chunks = tuple((max(0, end - new), end) for end, new in spans)
+    if heads.width % 16:
+        tiling = replace(tiling, described=False)
+    operands = make(heads, chunks, 16, torch.bfloat16)
+    there = [i for i, (start, end) in enumerate(chunks) if start < end]
+    known = replace(operands, spans=tuple(chunks[i] for i in there), table=operands.table[there])
+    padded = replace(operands, q=torch.cat((operands.q, poisoned(extra, *operands.q.shape[1:], dtype=torch.bfloat16))))
+    out = padded.run(captured_batch(operands, extra), tiling=tiling)
+    assert torch.equal(out[: len(operands.q)], known.run(known.batch(), tiling=tiling))
+    assert not out[len(operands.q) :].any()
+
+
+@QUICK
+@given(
+    spans=st.lists(st.tuples(st.integers(1, 200), st.integers(0, 60)), min_size=1, max_size=9),
+    extra=st.integers(0, 40),
+    rows=st.sampled_from([32, 64, 128]),
+)
+def test_tasks_found_on_the_device_are_those_of_the_host(spans: list[tuple[int, int]], extra: int, rows: int) -> None:
+    chunks = tuple((max(0, end - new), end) for end, new in spans)
+    group, tokens = 3, sum(end - start for start, end in chunks)
+    table = torch.ones(len(chunks), 13, dtype=torch.int64, device=DEVICE)
+    operands = Operands(Heads(1, group, 16), chunks, poisoned(tokens, group, 16), poisoned(0), table, 16)
+    there = [i for i, (start, end) in enumerate(chunks) if start < end]
+    known = replace(operands, spans=tuple(chunks[i] for i in there), table=table[there])
+    tiling = cuda.Tiling(rows, 16, 4, 2, described=False)
+
+    def tasks(batch: PagedBatch) -> list[list[int]]:
+        options: dict[str, Any] = {"deterministic": False, "new_kv": True, "dtype": torch.bfloat16, "device": DEVICE}
+        plan = cuda.prepare(batch, group=group, kv_heads=1, head_dim=16, tiling=tiling, **options)
+        assert isinstance(plan, cuda.PrefillPlan) and not plan.dense
+        return plan.tasks.tolist()
+
+    if tokens + extra == 0:
+        return
+    found = tasks(captured_batch(operands, extra))
+    want = [[*task[:3], there[task[3]]] for task in tasks(known.batch())]
+    assert found[: len(want)] == want
+    each = rows // group
+    spare = [(tokens + start, min(each, extra - start)) for start in range(0, extra, each)]
+    rest = sorted(found[len(want) : len(want) + len(spare)])
+    assert rest == [[first, -count, count, 0] for first, count in spare]
+    assert not any(count for _, _, count, _ in found[len(want) + len(spare) :])
 
 
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
@@ -260,6 +323,10 @@ def test_decode_steps_with_bad_lengths_are_refused() -> None:
         PagedBatch((1, 2), (1, 2), table, 16, lens, 32)
     with pytest.raises(ValueError, match="disagree about the number of sequences"):
         PagedBatch((), (), table, 16)
+    with pytest.raises(ValueError, match=r"query_starts has shape \(2,\), expected \(3,\)"):
+        PagedBatch((), (), table, 16, lens, query_starts=lens, tokens=2)
+    with pytest.raises(ValueError, match="a captured prefill pass has lens, query_starts and tokens"):
+        PagedBatch((1, 1), (1, 1), table, 16, lens, query_starts=torch.arange(3), tokens=2)
     with pytest.raises(ValueError, match="attention on cpu needs the lengths on the host"):
         op.prepare(
             PagedBatch((), (), table, 16, lens, 32),

@@ -36,6 +36,8 @@ def variants() -> Iterator[tuple[str, Callable[[], Any]]]:
                 run = partial(_run, *heads, block_size, dtype)
                 yield from launches.variants(f"prefill {what}", partial(run, decode=False), 1)
                 yield from launches.variants(f"decode {what}", partial(run, decode=True), 2)
+                captured = launches.variants(f"captured prefill {what}", partial(run, decode=False, captured=True), 2)
+                yield next(captured)  # the other kernel is that of prefill
                 if name == FIRST:
                     fixed = partial(run, decode=True, deterministic=True)
                     yield from launches.variants(f"decode {what} deterministic", fixed, 2)
@@ -53,11 +55,15 @@ def _run(
     *,
     decode: bool,
     deterministic: bool = False,
+    captured: bool = False,
 ) -> None:
     table = torch.ones(2, 16, dtype=torch.int64)
     batch = PagedBatch((64, 70), (64, 100), table, block_size)
     if decode:
         batch = PagedBatch((), (), table, block_size, lens=torch.full((2,), 100), max_seq_len=256)
+    if captured:
+        starts = torch.tensor([0, 64, 134])
+        batch = PagedBatch((), (), table, block_size, lens=torch.full((2,), 100), query_starts=starts, tokens=134)
     cache = torch.empty(2, 2, kv_heads, block_size, width, dtype=dtype)
     small = dtype.itemsize == 1
     qkv = torch.empty(134, heads + 2 * kv_heads, width, dtype=torch.bfloat16 if small else dtype)

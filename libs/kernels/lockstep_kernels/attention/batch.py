@@ -16,6 +16,9 @@ class PagedBatch:
     Position p of sequence i lies in slot block_table[i, p // block_size] * block_size + p % block_size.
     A decode step on CUDA has `lens` and `max_seq_len`: one new token a sequence. There the host may leave query_lens and
     seq_lens empty, as a captured step must; a sequence of length 0 then stands for none, and its row becomes zeros.
+    A captured prefill pass has `lens`, `query_starts` and `tokens`, and nothing on the host: sequence i has the new tokens
+    query_starts[i] .. query_starts[i + 1], which may be none; rows from query_starts[B] up to `tokens` belong to no sequence
+    and become zeros.
     """
 
     query_lens: tuple[int, ...]
@@ -23,12 +26,22 @@ class PagedBatch:
     block_table: torch.Tensor  # [B, W] int64
     block_size: int
     lens: torch.Tensor | None = None  # [B] int64: seq_lens on the device
-    max_seq_len: int = 0  # the host's bound on `lens`: longer ones are cut
+    max_seq_len: int = 0  # of a decode step the host's bound on `lens`: longer ones are cut
+    query_starts: torch.Tensor | None = None  # [B + 1] int64
+    tokens: int = 0
 
     def __post_init__(self) -> None:
         sequences, width = self.block_table.shape
         if self.lens is not None:
             check_shape("lens", self.lens, (sequences,))
+        if self.query_starts is not None:
+            check_shape("query_starts", self.query_starts, (sequences + 1,))
+            if self.lens is None or self.tokens <= 0 or self.query_lens or self.seq_lens:
+                raise ValueError(
+                    "a captured prefill pass has lens, query_starts and tokens, and no lengths on the host"
+                )
+            return
+        if self.lens is not None:
             if not 0 < self.max_seq_len <= width * self.block_size:
                 raise ValueError(f"sequences of up to {self.max_seq_len} positions do not fit their block tables")
             if any(new != 1 for new in self.query_lens):

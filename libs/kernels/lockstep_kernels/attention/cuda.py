@@ -3,6 +3,7 @@
 - Decode: `schedule_kernel` once a pass, then `decode_kernel` in each layer. Neither needs a length on the host.
 - Prefill: sequences whose whole context is in the pass go to cuDNN as far as `DENSE_UNIT` divides them, over the keys and
   values as they were just computed; everything else is `prefill_kernel` over the cache, one launch for the whole pass.
+- Captured prefill: `tasks_kernel` lists the work once a pass by lengths on the device, and all of it is `prefill_kernel`.
 """
 
 from __future__ import annotations
@@ -110,8 +111,10 @@ def prepare(
     tiling: Tiling | None = None,
 ) -> Plan:
     """See the public function. The `split` of a decode step and the `tiling` of a prefill pass are chosen if not given."""
-    if batch.lens is None:
+    if batch.query_starts is not None or batch.lens is None:
         tiling = tiling or choose_tiling(head_dim, dtype, batch.block_size)
+        if batch.query_starts is not None:
+            return _plan_captured_prefill(batch, batch.query_starts, group, tiling)
         return _plan_prefill(batch, group, device, new_kv and not deterministic, tiling)
     split = split or choose_split(head_dim, dtype, device, deterministic)
     return _plan_decode(batch, batch.lens, group, kv_heads, head_dim, split)
@@ -263,6 +266,23 @@ def _plan_prefill(batch: PagedBatch, group: int, device: torch.device, dense: bo
     if device.type == "cuda":
         listed = listed.pin_memory().to(device, non_blocking=True)
     return PrefillPlan(batch, listed, tiling, parts)
+
+
+def _plan_captured_prefill(batch: PagedBatch, query_starts: torch.Tensor, group: int, tiling: Tiling) -> PrefillPlan:
+    """As many tasks as any lengths need; those that these do not need are empty."""
+    each, sequences = tiling.rows // group, len(batch.block_table)
+    listed = (batch.tokens + (sequences + 1) * (each - 1)) // each  # rows that belong to no sequence are one more
+    tasks = torch.empty(listed, 4, dtype=torch.int32, device=query_starts.device)
+    kernel.tasks_kernel[(listed,)](
+        query_starts,
+        batch.lens,
+        tasks,
+        sequences,
+        batch.tokens,
+        EACH=each,
+        WIDTH=triton.next_power_of_2(sequences + 1),
+    )
+    return PrefillPlan(batch, tasks, tiling, ())
 
 
 def _dense_parts(batch: PagedBatch) -> Iterator[Dense]:

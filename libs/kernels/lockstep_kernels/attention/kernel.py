@@ -71,6 +71,46 @@ def schedule_kernel(
         tl.store(sequences + 2 * index + 1, ends - units * KV_HEADS, mask=present)
 
 
+@triton.jit(do_not_specialize=["count", "tokens"])
+def tasks_kernel(
+    query_starts,  # [count + 1] int64
+    lens,  # [count] int64
+    tasks,  # out [n, 4] int32, as `prefill_kernel` names them, the longest first; those left over have no tokens
+    count,
+    tokens,
+    EACH: tl.constexpr,  # tokens of a task
+    WIDTH: tl.constexpr,  # of the vectors over all sequences and one more
+):
+    """Cuts the new tokens of all sequences into tasks. A program finds one of them, and its rank by position among all.
+
+    Rows that belong to no sequence are cut as those of one more, which comes last and has no keys: they end at position 0.
+    """
+    index = tl.arange(0, WIDTH)
+    first = tl.load(query_starts + index, mask=index <= count, other=tokens).to(tl.int32)
+    after = tl.load(query_starts + index + 1, mask=index < count, other=tokens).to(tl.int32)
+    length = tl.load(lens + index, mask=index < count, other=0).to(tl.int32)
+    new = after - first
+    before = tl.where(index < count, length - new, -(2**30))  # the position of its first new token
+    cuts = tl.cdiv(new, EACH)
+    ends = tl.cumsum(cuts, 0)
+    task = tl.program_id(0)
+    if task < tl.max(ends, 0):
+        sequence = tl.sum((ends <= task).to(tl.int32), 0)
+        here = index == sequence
+        ahead = (task - tl.sum(tl.where(here, ends - cuts, 0), 0)) * EACH
+        position = tl.sum(tl.where(here, before, 0), 0) + ahead
+        own = tl.minimum(tl.sum(tl.where(here, new, 0), 0) - ahead, EACH)
+        beyond = position + (index >= sequence).to(tl.int32)  # tasks from this position on come before this one
+        rank = tl.sum(cuts - tl.minimum(tl.cdiv(tl.maximum(beyond - before, 0), EACH), cuts), 0)
+        none = sequence == count
+        tl.store(tasks + 4 * rank, tl.sum(tl.where(here, first, 0), 0) + ahead)
+        tl.store(tasks + 4 * rank + 1, tl.where(none, -own, position))
+        tl.store(tasks + 4 * rank + 2, own)
+        tl.store(tasks + 4 * rank + 3, tl.where(none, 0, sequence))
+    else:
+        tl.store(tasks + 4 * task + 2, 0)
+
+
 @triton.jit
 def _block_rows(table, tile, last, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
     """Blocks of a tile's keys: one, or one a key. Beyond position `last` it is the block of that."""
@@ -360,7 +400,7 @@ def prefill_kernel(
     descriptor,  # of the cache as rows [blocks * 2 * KV_HEADS * BLOCK_SIZE, D], if DESCRIBED
     out,  # [T, KV_HEADS * GROUP * D], rows out_stride apart
     table,  # [B, W]
-    tasks,  # [n, 4] int32: first token, its position in its sequence, tokens, sequence
+    tasks,  # [n, 4] int32: first token, its position in its sequence, tokens (or 0: nothing to do), sequence
     k_scale,
     v_scale,  # as in `decode_kernel`
     scale,
@@ -384,6 +424,8 @@ def prefill_kernel(
     wait(PDL)
     task, head = tasks + tl.program_id(0) // KV_HEADS * 4, tl.program_id(0) % KV_HEADS
     token, position, tokens, sequence = tl.load(task), tl.load(task + 1), tl.load(task + 2), tl.load(task + 3)
+    if tokens == 0:
+        return
     rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     ahead = rows // GROUP
     inside = (ahead < tokens)[:, None] & (columns < D)[None, :]
@@ -391,9 +433,10 @@ def prefill_kernel(
     at = (token + ahead).to(tl.int64)[:, None]
     queries = tl.load(q + at * q_stride + within, mask=inside, other=0.0)
     own_table = table + sequence.to(tl.int64) * table_stride
-    last = position + tokens - 1
+    end = position + tokens  # 0 for rows that belong to no sequence
+    last = tl.maximum(end - 1, 0)
     visible = tl.minimum(position + ahead, last)
-    whole = (position + 1) // (PARTS * TILE)  # every row sees all of these
+    whole = tl.maximum(position + 1, 0) // (PARTS * TILE)  # every row sees all of these
     key_scale = scale if k_scale is None else scale * tl.load(k_scale + head)
     highest = tl.full((ROWS,), LOWEST, tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
@@ -403,9 +446,10 @@ def prefill_kernel(
         KV_HEADS, D, BLOCK_SIZE, COLUMNS, TILE, PARTS, DESCRIBED, False, STAGES,
     )  # fmt: skip
     highest, weight, result = _attend(
-        queries, highest, weight, result, whole, last // (PARTS * TILE) + 1, visible, last, own_table, cache, descriptor, head, key_scale,
+        queries, highest, weight, result, whole, tl.cdiv(end, PARTS * TILE), visible, last, own_table, cache, descriptor, head, key_scale,
         KV_HEADS, D, BLOCK_SIZE, COLUMNS, TILE, PARTS, DESCRIBED, True, STAGES,
     )  # fmt: skip
     if v_scale is not None:
         result *= tl.load(v_scale + head)
-    tl.store(out + at * out_stride + within, (result / weight[:, None]).to(out.dtype.element_ty), mask=inside)
+    result /= tl.where(weight == 0.0, 1.0, weight)[:, None]
+    tl.store(out + at * out_stride + within, result.to(out.dtype.element_ty), mask=inside)

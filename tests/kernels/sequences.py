@@ -67,6 +67,26 @@ class Sequences:
             inputs = dataclasses.replace(inputs, logits_index=torch.arange(count))
         return dataclasses.replace(inputs, **{name: _moved(value, self.device) for name, value in _fields(inputs)})
 
+    def captured(self, chunks: Sequence[Chunk], *, padding: int) -> StepInputs:
+        """A prefill pass as a CUDA graph has it: no lengths on the host, `padding` tokens and one sequence more than it needs."""
+        inputs = self.inputs(Kind.PREFILL, chunks, wanted=EVERY)
+        count = len(inputs.token_ids)
+        tables = torch.tensor([*(self.tables[i] for i, _, _ in chunks), [0] * len(self.tables[0])], device=self.device)
+        return dataclasses.replace(
+            inputs,
+            token_ids=_padded(inputs.token_ids, padding),
+            positions=_padded(inputs.positions, padding),
+            rows=_padded(inputs.rows, 1),
+            query_starts=torch.cat((inputs.query_starts, inputs.query_starts[-1:])),
+            seq_lens=_padded(inputs.seq_lens, 1),
+            block_tables=(tables,),
+            slots=(_padded(inputs.slots[0], padding),),
+            query_lens=(),
+            host_seq_lens=(),
+            max_seq_len=self.model.max_model_len,
+            live=torch.arange(count + padding, device=self.device) < count,
+        )
+
     def fill(self, chunks: Sequence[Chunk], *, wanted: str = LAST) -> torch.Tensor:
         """A step of a prefill plan: generated tokens are a pass of their own where their bits are not a prompt's."""
         if self.model.generated_reusable:
@@ -90,6 +110,10 @@ class Sequences:
         table = self.tables[i]
         self.tables[i] = [self._free.pop(0) for _ in table]
         self._free += table
+
+
+def _padded(x: torch.Tensor, count: int) -> torch.Tensor:
+    return torch.cat((x, x.new_zeros(count)))
 
 
 def _fields(inputs: StepInputs) -> Iterator[tuple[str, Any]]:

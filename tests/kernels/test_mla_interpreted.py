@@ -39,6 +39,10 @@ def prepare(
     if batch.decode:
         split = cuda.Split(3, 16, 32, 1, warps=4, stages=2)
         plan = cuda.plan_decode(batch.seq_lens, batch.block_table, batch.block_size, expansion, split)
+    elif batch.query_starts is not None:
+        plan = cuda.plan_captured(
+            batch, batch.query_starts, expansion, 2 * cos.shape[1], dtype, cuda.Tiling(32, 32, 4, 2)
+        )
     else:
         plan = cuda.plan_prompts(batch, expansion, dtype, cuda.Tiling(32, 32, 4, 2), 23)
     return Prepared(cos, sin, slots, interleaved, plan)
@@ -60,7 +64,7 @@ def attention(
 
 @pytest.mark.parametrize(("family", "values"), [("DeepseekV2", V2_LITE), ("DeepseekV3", V3)])
 def test_a_model(family: str, values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two prompts in chunks, then steps whose lengths the host does not know."""
+    """Two prompts in chunks, captured ones too, then steps whose lengths the host does not know."""
     with torch.no_grad():
         oracle = getattr(transformers, f"{family}ForCausalLM")(
             getattr(transformers, f"{family}Config")(**values | WIDTHS)
@@ -78,6 +82,11 @@ def test_a_model(family: str, values: dict[str, Any], tmp_path: Path, monkeypatc
         rows = sequences.run(Kind.PREFILL, chunks)
         for row, (i, _, end) in zip(rows, chunks, strict=True):
             torch.testing.assert_close(row, want[i][end - 1], rtol=0, atol=1e-5)
+    captured = Sequences(model, tokens)
+    for chunks in ([(0, 0, 21), (1, 0, 9)], [(1, 9, 33), (0, 21, 43)]):
+        rows = captured.step(captured.captured(chunks, padding=5))
+        every = torch.cat([want[i][start:end] for i, start, end in chunks])
+        torch.testing.assert_close(rows, every, rtol=0, atol=1e-5)
     for step in range(2):
         inputs = sequences.inputs(Kind.DECODE, [(0, 40 + step, 41 + step), (1, 35 + step, 36 + step)])
         inputs = dataclasses.replace(

@@ -232,6 +232,51 @@ def test_prompts(
     check(operands, want, out)
 
 
+@QUICK
+@given(
+    shape=st.sampled_from(SHAPES),
+    dtype=DTYPES,
+    spans=st.lists(SPANS, min_size=1, max_size=2),
+    idle=st.lists(st.integers(0, 9), max_size=1),
+    block_size=st.sampled_from([16, 64]),
+    extra=st.integers(0, 70),
+    spare=st.integers(0, 40),
+)
+def test_captured_prompts(
+    shape: Shape,
+    dtype: torch.dtype,
+    spans: list[tuple[int, int]],
+    idle: list[int],
+    block_size: int,
+    extra: int,
+    spare: int,
+) -> None:
+    """With lengths on the device alone; sequences without new tokens change nothing, and `extra` rows of none become zeros."""
+    every = (spans[0], *((n, n) for n in idle), *spans[1:])
+    operands = make(shape, every, block_size, dtype)
+    there = [i for i, (start, end) in enumerate(every) if start < end]
+    known = replace(operands, spans=tuple(spans), table=operands.table[there])
+    want = known.expected()
+    cuda.finish(operands.q, operands.latents, operands.norm, operands.cache, operands.prepared)
+    batch = replace(
+        operands.batch(decode=True, known=False),
+        decode=False,
+        query_starts=torch.tensor([0, *(end - start for start, end in every)], device=DEVICE).cumsum(0),
+        tokens=len(operands.q) + extra,
+        cached=sum(start for start, _ in every) + spare,
+    )
+    tiling = cuda.choose_tiling(dtype) if ON_GPU else cuda.Tiling(32, 32, 4, 2)
+    assert batch.query_starts is not None
+    plan = cuda.plan_captured(batch, batch.query_starts, operands.expansion, shape.rope, dtype, tiling)
+    assert plan.cached is not None
+    plan.cached.expanded.fill_(torch.nan)
+    q, latents = (torch.cat((x, poisoned(extra, *x.shape[1:], dtype=dtype))) for x in (operands.q, operands.latents))
+    out = poisoned(len(q) + 1, shape.heads * shape.value, dtype=dtype)
+    cuda.attend(q, latents, operands.cache, plan, operands.expansion, operands.scale, out)
+    assert not out[len(operands.q) : -1].any()
+    check(operands, want, torch.cat((out[: len(operands.q)], out[-1:])))
+
+
 def test_a_fault_of_one_sequence_stays_there() -> None:
     """NaN among one prompt's values do not reach its neighbours in the pass."""
     shape = SHAPES[0]

@@ -21,7 +21,7 @@ from lockstep_common.steps import Kind
 from lockstep_worker.inputs import StepInputs
 from lockstep_worker.models import Model, load_model
 from tests.kernels.device import DEVICE, requires_gpu
-from tests.kernels.sequences import EVERY, Sequences
+from tests.kernels.sequences import EVERY, Chunk, Sequences
 from tests.kernels.test_oracles_deepseek import V2_LITE, V3, VOCAB, randomize
 
 RMS, LARGEST = 2**-5, 2**-2.5
@@ -81,6 +81,35 @@ def test_whole_prompts(pair: tuple[str, Model, Model]) -> None:
     sequences = Sequences(gpu, prompts(), block_size=64, device=DEVICE)
     got = sequences.run(Kind.PREFILL, [(i, 0, len(t)) for i, t in enumerate(prompts())], wanted=EVERY)
     check(name, got, torch.cat(on_cpu(cpu)))
+
+
+def test_captured_prompts_follow_the_lengths_on_the_device(pair: tuple[str, Model, Model]) -> None:
+    """One graph replayed for chunks of other lengths, with and without cached positions before them."""
+    name, cpu, gpu = pair
+    want = on_cpu(cpu)
+    sequences = Sequences(gpu, prompts(), block_size=64, device=DEVICE)
+    passes = [[(0, 0, 70), (1, 0, 20)], [(0, 70, 71), (1, 20, 65)], [(2, 0, 50), (0, 71, 100)]]
+    size = 128
+
+    def described(chunks: list[Chunk]) -> StepInputs:
+        inputs = sequences.captured(chunks, padding=size - sum(end - start for _, start, end in chunks))
+        return dataclasses.replace(inputs, logits_index=torch.arange(size, device=DEVICE))
+
+    static = described(passes[0])
+    sequences.step(static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = sequences.step(static)
+    for chunks in passes:
+        inputs = described(chunks)
+        for field in ("token_ids", "positions", "query_starts", "seq_lens", "live"):
+            getattr(static, field).copy_(getattr(inputs, field))
+        static.slots[0].copy_(inputs.slots[0])
+        static.block_tables[0].copy_(inputs.block_tables[0])
+        graph.replay()
+        every = torch.cat([want[i][start:end] for i, start, end in chunks])
+        check(name, logits[: len(every)].clone(), every)
 
 
 @pytest.mark.parametrize("block_size", [16, 64])

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from lockstep_common.errors import ConfigError
 from lockstep_common.steps import Kind
 from lockstep_kernels.fp8 import dequantise
-from lockstep_worker.models import Model, load_model
+from lockstep_worker.models import Model, deepseek, load_model
+from lockstep_worker.weights import ConfigFile
 from tests.kernels.sequences import EVERY, Sequences
 from tests.kernels.test_fp8_oracles import BLOCKS, ROWS, quantised
 
@@ -277,6 +278,15 @@ def test_errors_name_the_field(field: str, value: object, tmp_path: Path) -> Non
     )
     with pytest.raises(ConfigError, match=field):
         load_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"), deterministic=True, dummy_weights=True)
+
+
+@pytest.mark.parametrize(("field", "value"), [("kv_lora_rank", 24), ("qk_rope_head_dim", 8)])
+def test_widths_without_cuda_kernels_are_named_when_loading(field: str, value: int, tmp_path: Path) -> None:
+    widths = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "hidden_act": "silu", field: value}
+    (tmp_path / "config.json").write_text(json.dumps(V2 | {"architectures": ["DeepseekV2ForCausalLM"]} | widths))
+    config = ConfigFile(tmp_path)
+    with pytest.raises(ConfigError, match=f"{field}.* is {value}"):
+        deepseek.check_widths(config, deepseek.read_config(config))
 
 
 def edit(directory: Path, **values: object) -> None:

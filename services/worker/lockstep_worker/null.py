@@ -37,6 +37,7 @@ class NullModel:
     routed_experts = False
     generated_reusable = True
     captures_prefill = False
+    captured_prefix = None
 
     def __init__(self, step_ms: float, *, vocab_size: int, max_model_len: int, device: torch.device) -> None:
         self.vocab_size = vocab_size

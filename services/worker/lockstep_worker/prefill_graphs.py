@@ -93,6 +93,9 @@ class PrefillGraphs:
         tokens, sequences = int((chunks.ends - chunks.starts).sum()), len(chunks.rows)
         if chunks.kind is not Kind.PREFILL or tokens == 0:
             return None
+        most = self._model.captured_prefix
+        if most is not None and int(chunks.starts.sum()) > most:
+            return None
         for captured in self._captured:
             if tokens <= captured.layout.tokens and sequences <= captured.layout.sequences:
                 captured.upload.copy_(self._rows.to_device(self._described(chunks, captured.layout)))

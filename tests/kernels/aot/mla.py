@@ -25,6 +25,7 @@ def variants() -> Iterator[tuple[str, Callable[[], Any]]]:
                 yield from launches.variants(
                     name, partial(_decode, heads, dtype, block_size, sequences), 4 if sequences == 1 else 5
                 )
+            yield from launches.variants(f"captured prompts h{heads} {dtype}", partial(_captured, heads, dtype), 4)
             for before in (0, 100):
                 name = f"prompts h{heads} {dtype} {before} cached"
                 yield from launches.variants(name, partial(_prompts, heads, dtype, before), 3 if before else 2)
@@ -50,6 +51,15 @@ def _decode(heads: int, dtype: torch.dtype, block_size: int, sequences: int) -> 
     absorbed = cuda.finish(q, latents, norm, cache, prepared, expansion)
     out = torch.empty(sequences, heads * VALUE, dtype=dtype)
     cuda.decode(q, absorbed, cache, plan, expansion, 0.1, out)
+
+
+def _captured(heads: int, dtype: torch.dtype) -> None:
+    q, latents, norm, cache, prepared, expansion = _operands(heads, 4, dtype, 64)
+    lens, table, starts = torch.tensor([104, 0]), torch.zeros(2, 16, dtype=torch.int64), torch.tensor([0, 4, 4])
+    batch = LatentBatch(False, (), (), lens, table, 64, query_starts=starts, tokens=4, cached=256)
+    plan = cuda.plan_captured(batch, starts, expansion, ROPE, dtype, cuda.choose_tiling(dtype))
+    cuda.finish(q, latents, norm, cache, prepared)
+    cuda.attend(q, latents, cache, plan, expansion, 0.1, torch.empty(4, heads * VALUE, dtype=dtype))
 
 
 def _prompts(heads: int, dtype: torch.dtype, before: int) -> None:

@@ -58,6 +58,7 @@ class ToyModel:
     generated_reusable = True
     captures_prefill = False
     config_hash = "toy"
+    captured_prefix = None
 
     def __init__(self, logits_of: Logits = hashed_logits) -> None:
         self.logits_of = logits_of

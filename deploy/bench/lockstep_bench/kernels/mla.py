@@ -124,7 +124,7 @@ def decode_case(heads: int, lens: tuple[int, ...], *, block_size: int = 64) -> C
     batch = LatentBatch(True, (), (), torch.tensor(lens, device=DEVICE), table, block_size)
     layers = _layers(heads, lens, table, block_size)
     prepared = _prepared(table, tuple((n - 1, 1) for n in lens), block_size)
-    plan = cuda.prepare(batch, layers[0].expansion, DTYPE)
+    plan = cuda.prepare(batch, layers[0].expansion, ROPE, DTYPE)
     prepared = replace(prepared, plan=plan)
 
     def run(layer: Layer) -> torch.Tensor:

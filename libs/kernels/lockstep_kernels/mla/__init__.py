@@ -10,10 +10,10 @@ import torch
 
 from lockstep_kernels.checks import check_shape
 from lockstep_kernels.mla import cpu, reference
-from lockstep_kernels.mla.batch import Expansion, LatentBatch, Prepared
+from lockstep_kernels.mla.batch import Expansion, LatentBatch, Prepared, takes_width
 from lockstep_kernels.rms_norm import Norm
 
-__all__ = ["Expansion", "LatentBatch", "Prepared", "attention", "pack", "prepare"]
+__all__ = ["Expansion", "LatentBatch", "Prepared", "attention", "pack", "prepare", "takes_width"]
 
 
 def pack(weight: torch.Tensor, heads: int, nope: int) -> Expansion:
@@ -48,7 +48,7 @@ def prepare(
         from lockstep_kernels.mla import cuda
 
         cuda.check_widths(expansion, 2 * half)
-        plan: object = cuda.prepare(batch, expansion, dtype)
+        plan: object = cuda.prepare(batch, expansion, 2 * half, dtype)
     else:
         plan = cpu.prepare(batch)
     return Prepared(cos, sin, slots, interleaved, plan)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from lockstep_kernels.checks import check_shape
+
 
 @dataclass(frozen=True, slots=True)
 class LatentBatch:
@@ -13,6 +15,9 @@ class LatentBatch:
 
     Position p of sequence i lies in slot block_table[i, p // block_size] * block_size + p % block_size. In a decode step
     every sequence has one new token; there the host's lengths are not asked for, and may be empty.
+    A captured prefill pass has `query_starts`, `tokens` and `cached`, and nothing on the host: sequence i has the new tokens
+    query_starts[i] .. query_starts[i + 1], which may be none; rows from query_starts[B] up to `tokens` belong to no sequence
+    and become zeros. All its sequences together have at most `cached` positions before their new tokens.
     """
 
     decode: bool
@@ -21,13 +26,20 @@ class LatentBatch:
     seq_lens: torch.Tensor  # [B] int64, on the device
     block_table: torch.Tensor  # [B, W] int64
     block_size: int
+    query_starts: torch.Tensor | None = None  # [B + 1] int64
+    tokens: int = 0
+    cached: int = 0
 
     def __post_init__(self) -> None:
         if not self.seq_lens.shape[0] == self.block_table.shape[0]:
             raise ValueError("seq_lens and block_table disagree about the number of sequences")
         if not len(self.query_lens) == len(self.host_seq_lens):
             raise ValueError("query_lens and host_seq_lens disagree about the number of sequences")
-        if not self.decode and len(self.query_lens) != self.seq_lens.shape[0]:
+        if self.query_starts is not None:
+            check_shape("query_starts", self.query_starts, (self.seq_lens.shape[0] + 1,))
+            if self.decode or self.tokens <= 0 or self.query_lens:
+                raise ValueError("a captured prefill pass has query_starts and tokens, and no lengths on the host")
+        elif not self.decode and len(self.query_lens) != self.seq_lens.shape[0]:
             raise ValueError("a prefill pass needs the lengths of all its sequences on the host")
         if self.decode and any(new != 1 for new in self.query_lens):
             raise ValueError(f"a decode step has one new token a sequence, not {self.query_lens}")
@@ -70,6 +82,11 @@ class Expansion:
     def values(self) -> torch.Tensor:
         """[H, rank, value], a view."""
         return self.weight[:, self.nope :].transpose(1, 2)
+
+
+def takes_width(width: int) -> bool:
+    """Whether CUDA kernels take a part of a latent, compressed or rotated, of that width."""
+    return width >= 16 and not width & (width - 1)
 
 
 @dataclass(frozen=True, slots=True)

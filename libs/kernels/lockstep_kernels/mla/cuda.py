@@ -6,6 +6,8 @@
 - Prompts: the new tokens of a pass attend to themselves, expanded. What lies in the cache before them is gathered and expanded
   in pieces of bounded size, one after the other, each merged into the result by log-sum-exp. So memory depends on the pass,
   not on the context.
+- Captured prompts: the same by lengths on the device. What lies in the cache before them is one piece of fixed size, of which
+  `expand_kernel` fills as much as there is, and a program attends to that first and then to its own tokens.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ import torch
 import triton
 
 from lockstep_kernels import dependent
+from lockstep_kernels.attention.kernel import tasks_kernel
 from lockstep_kernels.mla import kernel
-from lockstep_kernels.mla.batch import Expansion, LatentBatch, Prepared
+from lockstep_kernels.mla.batch import Expansion, LatentBatch, Prepared, takes_width
 from lockstep_kernels.rms_norm import Norm
 
 MANY: Final = 16  # sequences from which on merging and expanding values are two kernels
@@ -85,23 +88,37 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
+class Cached:
+    """The one piece of a captured pass: which of its room is taken is known on the device."""
+
+    slots: torch.Tensor  # [n] int64
+    count: torch.Tensor  # [] int64: of them
+    expanded: torch.Tensor  # workspace [n, H * (nope + value) + rope]
+
+
+@dataclass(frozen=True, slots=True)
 class PromptPlan:
-    """The work of a pass. `spans` int32 [N, 5]: tiles of queries against keys, see `_Span`; the longest come first."""
+    """The work of a pass. `spans` int32 [N, 5]: tiles of queries against keys, see `_Span`; the longest come first.
+
+    Of a captured pass they are [N, 7], see `attend_kernel`, and there are no pieces."""
 
     tiling: Tiling
     spans: torch.Tensor
     pieces: tuple[Piece, ...]
+    cached: Cached | None = None
 
 
 def check_widths(expansion: Expansion, rope: int) -> None:
     """Raises ValueError naming what the kernels do not have."""
     for name, width in (("kv_lora_rank", expansion.rank), ("qk_rope_head_dim", rope)):
-        if width < 16 or width & (width - 1):
+        if not takes_width(width):
             raise ValueError(f"{name} is {width}: on CUDA it must be a power of two from 16 on")
 
 
-def prepare(batch: LatentBatch, expansion: Expansion, dtype: torch.dtype) -> DecodePlan | PromptPlan:
+def prepare(batch: LatentBatch, expansion: Expansion, rope: int, dtype: torch.dtype) -> DecodePlan | PromptPlan:
     """The plan of a pass."""
+    if batch.query_starts is not None:
+        return plan_captured(batch, batch.query_starts, expansion, rope, dtype, choose_tiling(dtype))
     if batch.decode:
         device = batch.seq_lens.device
         split = choose_split(expansion.heads, batch.block_size, dtype, device)
@@ -278,6 +295,38 @@ def plan_prompts(
     return PromptPlan(tiling, spans, tuple(Piece(*pair) for pair in zip(slots, others, strict=True)))
 
 
+def plan_captured(
+    batch: LatentBatch,
+    query_starts: torch.Tensor,
+    expansion: Expansion,
+    rope: int,
+    dtype: torch.dtype,
+    tiling: Tiling,
+) -> PromptPlan:
+    """As many spans as any lengths need; those that these do not need are empty."""
+    sequences, device = batch.seq_lens.shape[0], query_starts.device
+    listed = (batch.tokens + (sequences + 1) * (tiling.rows - 1)) // tiling.rows  # rows of no sequence are one more
+    tasks = torch.zeros(listed, 4, dtype=torch.int32, device=device)
+    tasks_kernel[(listed,)](
+        query_starts, batch.seq_lens, tasks, sequences, batch.tokens, EACH=tiling.rows,
+        WIDTH=triton.next_power_of_2(sequences + 1),
+    )  # fmt: skip
+    before = batch.seq_lens - query_starts.diff()  # cached positions of each
+    ends = before.cumsum(0)
+    token, position, rows, owner = tasks.long().unbind(1)
+    cached = before[owner].where(position >= 0, 0)
+    ahead = position - cached
+    spans = (token, rows, token - ahead, ahead + rows, (ahead + 1).clamp(min=0), (ends - before)[owner], cached)
+    row = torch.arange(batch.cached, device=device)
+    own = torch.searchsorted(ends, row, right=True).clamp(max=sequences - 1)
+    position = (row - (ends - before)[own]).minimum(before[own] - 1).clamp(min=0)
+    size = batch.block_size
+    slots = batch.block_table[own, position // size] * size + position % size
+    width = expansion.heads * (expansion.nope + expansion.value) + rope
+    expanded = torch.empty(batch.cached, width, dtype=dtype, device=device)
+    return PromptPlan(tiling, torch.stack(spans, 1).int(), (), Cached(slots, ends[-1], expanded))
+
+
 def attend(
     q: torch.Tensor,
     latents: torch.Tensor,
@@ -296,7 +345,9 @@ def attend(
     cached = cache.view(-1, cache.shape[-1])
     for piece in plan.pieces:
         _launch(q, cached[piece.slots], piece.spans, plan.tiling, expansion, scale, state, lse, state, True)
-    _launch(q, latents, plan.spans, plan.tiling, expansion, scale, state, lse, out, bool(plan.pieces))
+    if plan.cached is not None:
+        _expand(cached, plan.cached, expansion)
+    _launch(q, latents, plan.spans, plan.tiling, expansion, scale, state, lse, out, bool(plan.pieces), plan.cached)
 
 
 def _launch(
@@ -310,17 +361,33 @@ def _launch(
     lse: torch.Tensor,
     out: torch.Tensor,
     merge: bool,
+    cached: Cached | None = None,
 ) -> None:
     """Attends to the expanded latents [S, rank + rope]; with `merge` on top of what (state, lse) have, updating lse."""
     rank, heads, nope, value = expansion.rank, expansion.heads, expansion.nope, expansion.value
     expanded = torch.nn.functional.linear(latents[:, :rank], expansion.weight.view(-1, rank))
     pdl = dependent.supported(q.device)
+    before = expanded if cached is None else cached.expanded
     kernel.attend_kernel[(heads, spans.shape[0])](
-        q, expanded, latents, spans, state, lse, out,
-        q.stride(0), q.stride(1), expanded.stride(0), latents.stride(0), out.stride(0), scale * math.log2(math.e),
+        q, expanded, latents, before, spans, state, lse, out,
+        q.stride(0), q.stride(1), expanded.stride(0), latents.stride(0), before.stride(0), out.stride(0),
+        scale * math.log2(math.e),
         HEADS=heads, NOPE=nope, BLOCK_NOPE=max(16, triton.next_power_of_2(nope)), ROPE=q.shape[2] - nope, RANK=rank,
-        VALUE=value, BLOCK_VALUE=max(16, triton.next_power_of_2(value)), MERGE=merge, ROWS=tiling.rows, TILE=tiling.keys,
-        STAGES=tiling.stages, PRECISION=_precision(q), PDL=pdl, launch_pdl=pdl, num_warps=tiling.warps,
+        VALUE=value, BLOCK_VALUE=max(16, triton.next_power_of_2(value)), MERGE=merge, CAPTURED=cached is not None,
+        ROWS=tiling.rows, TILE=tiling.keys, STAGES=tiling.stages, PRECISION=_precision(q), PDL=pdl, launch_pdl=pdl, num_warps=tiling.warps,
+    )  # fmt: skip
+
+
+def _expand(cache: torch.Tensor, cached: Cached, expansion: Expansion) -> None:
+    """Keys and values of what a captured pass has before its new tokens; cache [slots, rank + rope]."""
+    heads, rank, width = expansion.heads, expansion.rank, expansion.nope + expansion.value
+    pdl, tall = dependent.supported(cache.device), cache.dtype.itemsize <= 2
+    rows, inner = (128, 64) if tall else (32, 32)
+    kernel.expand_kernel[(heads, triton.cdiv(len(cached.slots), rows))](
+        cache, cached.slots, cached.count, expansion.weight, cached.expanded,
+        HEADS=heads, WIDTH=width, BLOCK_WIDTH=max(16, triton.next_power_of_2(width)), RANK=rank,
+        ROPE=cache.shape[1] - rank, ROWS=rows, INNER=min(inner, rank), PRECISION=_precision(cache),
+        PDL=pdl, launch_pdl=pdl, num_warps=8,
     )  # fmt: skip
 
 

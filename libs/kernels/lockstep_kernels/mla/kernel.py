@@ -288,6 +288,38 @@ def merged_values_kernel(
 
 
 @triton.jit
+def expand_kernel(
+    cache_ptr, slots_ptr, count_ptr, weight_ptr, expanded_ptr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
+    ROWS: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Rows of expanded [n, HEADS * WIDTH + ROPE]: keys and values of the cached latents in `slots`, and their rotated keys.
+
+    There are `count` of them. A program: some positions of one head, or none of them.
+    """
+    release(PDL)
+    wait(PDL)
+    head, first, count = tl.program_id(0), tl.program_id(1) * ROWS, tl.load(count_ptr)
+    if first >= count:
+        return
+    row = first + tl.arange(0, ROWS)
+    column, k, r = tl.arange(0, BLOCK_WIDTH), tl.arange(0, INNER), tl.arange(0, ROPE)
+    known, inside = (row < count)[:, None], column < WIDTH
+    latents = cache_ptr + tl.load(slots_ptr + row, mask=row < count, other=0)[:, None] * (RANK + ROPE)
+    to = expanded_ptr + row[:, None].to(tl.int64) * (HEADS * WIDTH + ROPE)
+    weights = weight_ptr + (head * WIDTH + column[:, None]).to(tl.int64) * RANK + k[None, :]
+    y = tl.zeros((ROWS, BLOCK_WIDTH), tl.float32)
+    for j in tl.range(0, RANK, INNER, num_stages=3):
+        x = tl.load(latents + j + k[None, :], mask=known, other=0.0)
+        w = tl.load(weights + j, mask=inside[:, None], other=0.0)
+        y = tl.dot(x, tl.trans(w), y, input_precision=PRECISION)
+    tl.store(to + head * WIDTH + column[None, :], y.to(expanded_ptr.dtype.element_ty), mask=known & inside[None, :])
+    if head == 0:
+        rotated = tl.load(latents + RANK + r[None, :], mask=known, other=0.0)
+        tl.store(to + HEADS * WIDTH + r[None, :], rotated, mask=known)
+
+
+@triton.jit
 def _tile(
     q, q_rope, best, sum, mixed, keys_ptr, key_token, rotated_ptr, rotated_token, first, visible, keys, scale,
     NOPE: tl.constexpr, BLOCK_NOPE: tl.constexpr, ROPE: tl.constexpr, VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr,
@@ -314,18 +346,44 @@ def _tile(
 
 
 @triton.jit
-def attend_kernel(
-    q_ptr, expanded_ptr, latents_ptr, spans_ptr, state_ptr, lse_ptr, out_ptr,
-    q_token, q_head, expanded_token, latents_token, out_token, scale,
-    HEADS: tl.constexpr, NOPE: tl.constexpr, BLOCK_NOPE: tl.constexpr, ROPE: tl.constexpr, RANK: tl.constexpr,
-    VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr, MERGE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+def _attend(
+    q, q_rope, best, sum, mixed, keys_ptr, key_token, rotated_ptr, rotated_token, whole, keys, visible, scale,
+    NOPE: tl.constexpr, BLOCK_NOPE: tl.constexpr, ROPE: tl.constexpr, VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Queries of one head against keys, as a span says; with MERGE on top of what state and lse have."""
+    """All keys, of which every query sees the first `whole`, a multiple of TILE."""
+    for j in tl.range(0, whole, TILE, num_stages=STAGES):
+        best, sum, mixed = _tile(
+            q, q_rope, best, sum, mixed, keys_ptr, key_token, rotated_ptr, rotated_token, j, visible, keys, scale,
+            NOPE, BLOCK_NOPE, ROPE, VALUE, BLOCK_VALUE, TILE, False, PRECISION,
+        )  # fmt: skip
+    for j in tl.range(whole, keys, TILE, num_stages=STAGES):
+        best, sum, mixed = _tile(
+            q, q_rope, best, sum, mixed, keys_ptr, key_token, rotated_ptr, rotated_token, j, visible, keys, scale,
+            NOPE, BLOCK_NOPE, ROPE, VALUE, BLOCK_VALUE, TILE, True, PRECISION,
+        )  # fmt: skip
+    return best, sum, mixed
+
+
+@triton.jit
+def attend_kernel(
+    q_ptr, expanded_ptr, latents_ptr, cached_ptr, spans_ptr, state_ptr, lse_ptr, out_ptr,
+    q_token, q_head, expanded_token, latents_token, cached_token, out_token, scale,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, BLOCK_NOPE: tl.constexpr, ROPE: tl.constexpr, RANK: tl.constexpr,
+    VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr, MERGE: tl.constexpr, CAPTURED: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Queries of one head against keys, as a span says; with MERGE on top of what state and lse have.
+
+    CAPTURED: a span has seven numbers, the last two its first key among the cached ones and how many of those all its queries
+    see; it may have no queries. Queries without any key get zeros.
+    """
     release(PDL)
     wait(PDL)
-    head, span = tl.program_id(0).to(tl.int64), spans_ptr + tl.program_id(1) * 5
+    head, span = tl.program_id(0).to(tl.int64), spans_ptr + tl.program_id(1) * (7 if CAPTURED else 5)
     token, rows = tl.load(span), tl.load(span + 1)
+    if rows == 0:
+        return
     first_key, keys, visible = tl.load(span + 2), tl.load(span + 3), tl.load(span + 4)
     i, n, r, v = tl.arange(0, ROWS), tl.arange(0, BLOCK_NOPE), tl.arange(0, ROPE), tl.arange(0, BLOCK_VALUE)
     known = (i < rows)[:, None]
@@ -337,19 +395,21 @@ def attend_kernel(
     best = tl.full((ROWS,), -float("inf"), tl.float32)
     sum = tl.zeros((ROWS,), tl.float32)
     mixed = tl.zeros((ROWS, BLOCK_VALUE), tl.float32)
+    if CAPTURED:
+        first_cached, cached = tl.load(span + 5), tl.load(span + 6)
+        before = cached_ptr + first_cached.to(tl.int64) * cached_token
+        best, sum, mixed = _attend(
+            q, q_rope, best, sum, mixed, before + head * (NOPE + VALUE), cached_token, before + HEADS * (NOPE + VALUE),
+            cached_token, cached // TILE * TILE, cached, i * 0 + cached, scale,
+            NOPE, BLOCK_NOPE, ROPE, VALUE, BLOCK_VALUE, TILE, STAGES, PRECISION,
+        )  # fmt: skip
     whole = visible // TILE * TILE  # keys that all queries see
-    for j in tl.range(0, whole, TILE, num_stages=STAGES):
-        best, sum, mixed = _tile(
-            q, q_rope, best, sum, mixed, keys_ptr, expanded_token, rotated_ptr, latents_token, j, visible + i, keys,
-            scale, NOPE, BLOCK_NOPE, ROPE, VALUE, BLOCK_VALUE, TILE, False, PRECISION,
-        )  # fmt: skip
-    for j in tl.range(whole, keys, TILE, num_stages=STAGES):
-        best, sum, mixed = _tile(
-            q, q_rope, best, sum, mixed, keys_ptr, expanded_token, rotated_ptr, latents_token, j,
-            tl.minimum(visible + i, keys), keys,
-            scale, NOPE, BLOCK_NOPE, ROPE, VALUE, BLOCK_VALUE, TILE, True, PRECISION,
-        )  # fmt: skip
-    mixed = mixed / sum[:, None]
+    best, sum, mixed = _attend(
+        q, q_rope, best, sum, mixed, keys_ptr, expanded_token, rotated_ptr, latents_token, whole, keys,
+        tl.minimum(visible + i, keys), scale,
+        NOPE, BLOCK_NOPE, ROPE, VALUE, BLOCK_VALUE, TILE, STAGES, PRECISION,
+    )  # fmt: skip
+    mixed = mixed / (tl.where(sum == 0.0, 1.0, sum) if CAPTURED else sum)[:, None]
     at = (token + i).to(tl.int64)
     column = head * VALUE + v[None, :]
     store = known & (v < VALUE)[None, :]

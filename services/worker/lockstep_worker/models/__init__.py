@@ -28,6 +28,9 @@ class Model(Protocol):
         bool  # a prompt pass (PREFILL) over generated tokens gives the same bits of KV as generating them (DECODE)
     )
     captures_prefill: bool  # `forward` takes prefill passes whose lengths only the device knows, as a CUDA graph needs
+    captured_prefix: (
+        int | None
+    )  # all sequences of such a pass have at most so many positions before it; None: any number
     config_hash: str  # equal on two workers exactly if config, dtype and the weights' headers are
 
     def kv_specs(self) -> tuple[KvSpec, ...]:

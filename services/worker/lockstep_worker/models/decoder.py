@@ -389,6 +389,7 @@ class Decoder:
         self._kv_dtype = embedding.dtype
         self.generated_reusable = qkv.prompt is None
         self.captures_prefill = True
+        self.captured_prefix: int | None = None
         cos, sin = config.rope.cos_sin(config.max_positions, config.head_dim)
         self._tables = rope.tables(cos, sin, qkv.dtype, embedding.device)
 

@@ -31,6 +31,7 @@ from lockstep_worker.models.layers import Rope, further_layers, yarn_mscale
 from lockstep_worker.weights import Checkpoint, ConfigFile, Progress
 
 LATENT_EPS: Final = 1e-6  # of the norms within attention, whatever rms_norm_eps is
+CAPTURED_PREFIX_BYTES: Final = 1 << 26  # of the keys and values that a captured pass expands of earlier positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,13 @@ def read_config(config: ConfigFile) -> DeepseekConfig:
     )
 
 
+def check_widths(config: ConfigFile, c: DeepseekConfig) -> None:
+    """Raises ConfigError naming a field that latent attention has no CUDA kernels for."""
+    for field, width in (("kv_lora_rank", c.rank), ("qk_rope_head_dim", c.head_dim)):
+        if not mla.takes_width(width):
+            raise config.error(field, f"is {width}: on CUDA it must be a power of two from 16 on")
+
+
 def _read_routing(config: ConfigFile, third: bool) -> Routing:
     """V3: sigmoid scores, chosen by score + correction, groups by the sum of their two best. V2: softmax, groups by their best."""
     methods = ("noaux_tc",) if third else ("greedy", "group_limited_greedy")
@@ -119,7 +127,8 @@ class LatentAttention:
 
 
 class LatentPass:
-    """What all layers of one pass share: angles, slots, tables. `rows` is the number of rows the pass is computed with."""
+    """What all layers of one pass share: angles, slots, tables. `rows` is the number of rows the pass is computed with, `room`
+    how many earlier positions a captured pass of prompts may have."""
 
     def __init__(
         self,
@@ -130,10 +139,12 @@ class LatentPass:
         kv: KvCache,
         dtype: torch.dtype,
         expansion: mla.Expansion,
+        room: int,
     ) -> None:
         self._c = c
         self._tokens = inputs.token_ids.shape[0]
         cos, sin = (table[inputs.positions] for table in tables)
+        captured = inputs.kind is Kind.PREFILL and not inputs.query_lens
         batch = mla.LatentBatch(
             inputs.kind is Kind.DECODE and len(inputs.seq_lens) == self._tokens,  # not tokens that are replayed
             inputs.query_lens,
@@ -141,6 +152,9 @@ class LatentPass:
             inputs.seq_lens,
             inputs.block_tables[0],
             kv.block_size,
+            query_starts=inputs.query_starts if captured else None,
+            tokens=self._tokens if captured else 0,
+            cached=room if captured else 0,
         )
         self._prepared = mla.prepare(
             batch, expansion, cos, sin, inputs.slots[0], interleaved=c.interleaved, dtype=dtype
@@ -177,6 +191,7 @@ class Deepseek(Decoder):
     """See `lockstep_worker.models.Model`."""
 
     _config: DeepseekConfig
+    captured_prefix: int
 
     def __init__(self, config: DeepseekConfig, *others: object) -> None:
         super().__init__(config, *others)  # type: ignore[arg-type]
@@ -187,7 +202,8 @@ class Deepseek(Decoder):
         del self._tables  # of another form than latent attention takes
         self._angles = latent_tables(config.rope, config.max_positions, config.head_dim, device)
         self.generated_reusable = self.generated_reusable and device.type == "cpu"
-        self.captures_prefill = False  # prompts are cut into pieces by their lengths
+        row = config.heads * (config.nope + config.value) + config.head_dim
+        self.captured_prefix = CAPTURED_PREFIX_BYTES // (row * self._embedding.dtype.itemsize)
 
     def kv_specs(self) -> tuple[KvSpec, ...]:
         c = self._config
@@ -197,7 +213,7 @@ class Deepseek(Decoder):
         raise ConfigError(f"{self.name}: latents cannot be kept as {dtype}: give --kv-cache-dtype auto")
 
     def _pass(self, inputs: StepInputs, rows: int, kv: KvCache, dtype: torch.dtype) -> LatentPass:
-        return LatentPass(self._config, self._angles, inputs, rows, kv, dtype, self._expansion)
+        return LatentPass(self._config, self._angles, inputs, rows, kv, dtype, self._expansion, self.captured_prefix)
 
 
 def latent_tables(rope: Rope, positions: int, head_dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -216,6 +232,8 @@ def load(
 ) -> Decoder:
     """See `lockstep_worker.models.load_model`."""
     c = read_config(config)
+    if device.type == "cuda":
+        check_widths(config, c)
 
     def feed_forward(weights: WeightSource, i: int, prefix: str) -> FeedForward:
         norm, mlp = f"{prefix}post_attention_layernorm", f"{prefix}mlp."

@@ -57,6 +57,7 @@ class Driver:
         self.group: GroupConfig | None = None
         self.steps = 0
         self.tokens = 0
+        self.nonfinite_rows = 0  # that ended because their logits were NaN or infinite
         self._engine = engine
         self._jobs: queue.SimpleQueue[Callable[[], None] | Plan | None] = queue.SimpleQueue()
         self._open: deque[Coalescer] = deque()  # of plans whose results are not all there, oldest first
@@ -186,6 +187,7 @@ class Driver:
         for result in results:
             self.steps += 1
             self.tokens += len(result.words)
+            self.nonfinite_rows += len(result.faults)
             now_ns = time.perf_counter_ns()
             oldest = self._open[0]
             self.timeline.mark(DONE, oldest.seq, oldest.done)

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 import torch
 
 from lockstep_common.steps import Kind
+from lockstep_worker.scoring import Scored
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """T tokens of B sequences, of which S tokens need logits. Device tensors unless said otherwise.
+
+    With `scored`, the last of these S are needed for that; all before them sample.
 
     A decode step has T = B = S (one token a sequence). A prefill pass has the chunks one after the other; only a chunk
     that reaches the end of its row's tokens needs logits. A placeholder has T = B = S = 0. In a captured decode step the host
@@ -33,3 +36,4 @@ class StepInputs:
     live: torch.Tensor | None = (
         None  # [T] bool: tokens of rows that are alive; None: all. Others are routed to no expert
     )
+    scored: Scored | None = None

@@ -15,6 +15,7 @@ from lockstep_common.steps import Kind
 from lockstep_worker.inputs import StepInputs
 from lockstep_worker.kv import KvCache, KvSpec
 from lockstep_worker.models import Model
+from lockstep_worker.scoring import rehearse
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +134,9 @@ def _largest_pass(model: Model, sizes: Sizes, device: torch.device) -> int:
     cache = sum(spec.bytes_per_block(sizes.block_size) for spec in model.kv_specs()) * blocks
     torch.cuda.reset_peak_memory_stats(device)
     for _ in range(2):  # the first one compiles and makes workspaces
-        model.logits(model.forward(inputs, kv))
+        hidden = model.forward(inputs, kv)
+        model.logits(hidden)
+        rehearse(model.logits, model.vocab_size, hidden)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - cache
     del kv

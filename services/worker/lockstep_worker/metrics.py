@@ -19,6 +19,9 @@ class DriverCollector(Collector):
         driver = self._driver
         yield CounterMetricFamily("lockstep_worker_steps", "steps run", driver.steps)
         yield CounterMetricFamily("lockstep_worker_tokens", "tokens sampled", driver.tokens)
+        yield CounterMetricFamily(
+            "lockstep_worker_nonfinite_rows", "rows that ended with NaN or infinite logits", driver.nonfinite_rows
+        )
         yield CounterMetricFamily("lockstep_worker_plans", "plans finished in this epoch", driver.plans.finished)
         yield GaugeMetricFamily("lockstep_worker_epoch", "epoch of the group", driver.plans.epoch)
         yield GaugeMetricFamily("lockstep_worker_ready", "1 if warmed up in a group", driver.state == State.READY)

@@ -55,10 +55,10 @@ class NullModel:
 
     def forward(self, inputs: StepInputs, kv: KvCache) -> torch.Tensor:
         self._busy_until_ns = max(self._busy_until_ns, time.perf_counter_ns()) + self._step_ns
-        return self._nothing
+        return self._nothing if inputs.scored is None else self._nothing.new_zeros(len(inputs.logits_index), 1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden
+        return hidden.new_zeros(len(hidden), self.vocab_size) if len(hidden) else hidden
 
     def mark(self) -> DeviceTime:
         """The end of the steps queued so far."""

@@ -35,6 +35,7 @@ from lockstep_common.steps import (
     Kind,
     Plan,
     PlanOutcome,
+    PromptChunk,
     RowState,
     TopLogprobs,
     WorkerFacts,
@@ -54,6 +55,7 @@ class StepResult:
     logprobs: npt.NDArray[np.float32] | None = None
     top: TopLogprobs | None = None
     faults: tuple[tuple[int, str], ...] = ()
+    prompts: tuple[PromptChunk, ...] = ()
 
 
 class GroupLost(Unavailable):
@@ -367,6 +369,7 @@ class Coalescer:
             logprobs=_join_logprobs(pending),
             top=_join_top(pending, counts),
             faults=tuple(fault for result in pending for fault in result.faults),
+            prompts=tuple(chunk for result in pending for chunk in result.prompts),
             step_ns=step_ns,
             turnaround_ns=turnaround_ns if last else 0,
             idle_ns=idle_ns,

@@ -32,6 +32,7 @@ from lockstep_kernels import post_update, prepare
 from lockstep_worker.inputs import StepInputs
 from lockstep_worker.protocol import spans
 from lockstep_worker.sampling import Sampled, SamplingBatch, SamplingRows
+from lockstep_worker.scoring import Scored
 from lockstep_worker.staging import Staging
 
 I64 = npt.NDArray[np.int64]
@@ -196,6 +197,8 @@ class Rows:
         self.host_lengths = np.zeros(max_rows, np.int64)
         self.host_limits = np.zeros(max_rows, np.int64)
         self.host_prompts = np.zeros(max_rows, np.int64)  # prompt tokens
+        self.host_scored = np.zeros(max_rows, np.int64)  # of these, those that are scored: all but the first, or none
+        self.host_widths = np.zeros(max_rows, np.int64)  # best tokens that come with a score
         self.states = np.zeros(max_rows, np.uint8)
         self.generations = np.zeros(max_rows, np.int64)  # counts the choices that left the row
 
@@ -269,6 +272,10 @@ class Rows:
         tables = tuple(
             table[index, : _blocks(longest, s)] for table, s in zip(self.tables, self.block_sizes, strict=True)
         )
+        wanted, scored = first[1:][chunks.samples] - 1, None
+        if self.scores(chunks):
+            more, scored = self._scored(chunks, first[:-1])
+            wanted = np.concatenate((wanted, more))
         return StepInputs(
             kind=chunks.kind,
             token_ids=self.history[index[sequences], where],
@@ -278,11 +285,16 @@ class Rows:
             seq_lens=self.to_device(chunks.ends),
             block_tables=tables,
             slots=self._slots(tables, sequences, where),
-            logits_index=self.to_device(first[1:][chunks.samples] - 1),
+            logits_index=self.to_device(wanted),
             query_lens=tuple(counts.tolist()),
             host_seq_lens=tuple(chunks.ends.tolist()),
             max_seq_len=longest,
+            scored=scored,
         )
+
+    def scores(self, chunks: ChunkPass) -> bool:
+        """Whether tokens of the pass say something about prompt tokens that are scored: those that follow them."""
+        return bool((chunks.starts < self.host_scored[chunks.rows]).any())
 
     def commit(self, batch: Batch) -> None:
         """Writes a batch's steps back. It must not be stepped afterwards."""
@@ -316,6 +328,15 @@ class Rows:
 
     def _pass(self, kind: Kind, rows: I64, starts: I64, ends: I64) -> ChunkPass:
         return ChunkPass(kind, rows, starts, ends, np.flatnonzero(ends == self.host_lengths[rows]))
+
+    def _scored(self, chunks: ChunkPass, first: I64) -> tuple[I64, Scored]:
+        """Which of the pass's tokens are followed by one that is scored, and these; first [B]: index of each chunk's first."""
+        counts = (np.minimum(chunks.ends, self.host_scored[chunks.rows]) - chunks.starts).clip(0)
+        some = np.flatnonzero(counts)
+        rows, starts, counts = chunks.rows[some], chunks.starts[some] + 1, counts[some]
+        owner, positions = spans(starts, counts)
+        targets = self.history[self.to_device(rows[owner]), self.to_device(positions)]
+        return spans(first[some], counts)[1], Scored(rows, starts, counts, self.host_widths[rows], targets)
 
     def _first_batch(self, rows: I64) -> Batch:
         self.states[rows] = ALIVE
@@ -352,6 +373,9 @@ class Rows:
         self.host_lengths[rows] = lengths
         self.host_limits[rows] = limits
         self.host_prompts[rows] = [add.prompt_len for add in adds]
+        widths = np.array([add.sampling.prompt_logprobs for add in adds], np.int64)
+        self.host_scored[rows] = np.where(widths < 0, 0, self.host_prompts[rows] - 1)
+        self.host_widths[rows] = widths.clip(0, self.sampling.vocab_size)
         self.lengths[index] = self.to_device(lengths)
         self.limits[index] = self.to_device(limits)
         self.alive[index] = True

@@ -11,7 +11,7 @@ import hashlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import numpy as np
@@ -45,6 +45,7 @@ from lockstep_worker.profile import APPLIED, LAUNCHED, Timeline
 from lockstep_worker.protocol import END_BITS, StepResult
 from lockstep_worker.rows import FAULT_BIT, I64, NO_WORD, Batch, ChunkPass, Rows, row_numbers
 from lockstep_worker.sampling import Sampled, Sampler, SamplingRows, Variant, Wanted, top_logprobs_of
+from lockstep_worker.scoring import Scores, score
 from lockstep_worker.staging import Staging
 
 log = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ class _InFlight:
     wanted: Wanted | None = None
     logprobs: torch.Tensor | None = None
     tops: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+    scores: Scores | None = None
 
     @property
     def there(self) -> bool:
@@ -130,6 +132,7 @@ class Runner:
         self._group: Group = Alone(0)
         self._in_flight: deque[_InFlight] = deque()
         self._regroup = False  # a row of the current batch has ended
+        self._scores: Scores | None = None  # of the current step
         self._graphs: DecodeGraphs | None = None
         self._prefill_graphs: PrefillGraphs | None = None
         self._nothing = _InFlight(torch.zeros(0, dtype=torch.int64), np.zeros(0, np.int64), None)
@@ -245,12 +248,20 @@ class Runner:
     def _logits(self, part: Batch | ChunkPass) -> torch.Tensor:
         if isinstance(part, Batch):
             inputs = part.inputs()
-        elif self._prefill_graphs is not None and (logits := self._prefill_graphs.logits(part)) is not None:
+        elif (
+            self._prefill_graphs is not None
+            and not self._rows.scores(part)
+            and (logits := self._prefill_graphs.logits(part)) is not None
+        ):
             return logits
         else:
             inputs = self._rows.inputs(part)
         model = self._loaded.model
-        return model.logits(model.forward(inputs, self._kv))
+        hidden = model.forward(inputs, self._kv)
+        if (scored := inputs.scored) is not None:
+            hidden, followed = hidden.tensor_split((len(hidden) - len(scored.targets),))
+            self._scores = score(model.logits, model.vocab_size, followed, scored)
+        return model.logits(hidden)
 
     def _apply(self, body: Body) -> None:
         self._regroup = False
@@ -267,13 +278,15 @@ class Runner:
 
     def _copy_out(self, batch: Batch, words: torch.Tensor, sampled: Sampled) -> None:
         logprobs, tops = sampled.logprobs, sampled.tops
+        scores, self._scores = self._scores, None
         if words.device.type == "cuda":
+            scores = None if scores is None else scores.to_host()
             words = words.to("cpu", non_blocking=True)
             logprobs = None if logprobs is None else logprobs.to("cpu", non_blocking=True)
             tops = tuple(
                 (ids.to("cpu", non_blocking=True), values.to("cpu", non_blocking=True)) for ids, values in tops
             )
-        flight = _InFlight(words, batch.generations, self._mark(), batch.sampling.wanted, logprobs, tops)
+        flight = _InFlight(words, batch.generations, self._mark(), batch.sampling.wanted, logprobs, tops, scores)
         self._in_flight.append(flight)
 
     def _mark(self) -> Mark | None:
@@ -303,7 +316,7 @@ class Runner:
             result, generations = select_words(result, live), generations[live]
         if len(result.words) and int(np.bitwise_or.reduce(result.words)) & int(END_BITS):
             result = self._end_rows(result, generations)
-        return result
+        return result if step.scores is None else replace(result, prompts=step.scores.chunks())
 
     def _end_rows(self, result: StepResult, generations: I64) -> StepResult:
         ends = result.words & END_BITS != 0

@@ -146,6 +146,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
             message=driver.message,
             facts=_facts(driver.facts) if driver.facts is not None else None,
             loaded=driver.loaded,
+            nonfinite_rows=driver.nonfinite_rows,
         )
 
     async def Profile(
@@ -400,6 +401,8 @@ def outcome_message(outcome: PlanOutcome) -> worker_pb2.PlanOutcome:
         message.top.counts = outcome.top.counts.tobytes()
         message.top.ids = outcome.top.ids.tobytes()
         message.top.values = outcome.top.values.tobytes()
+    for chunk in outcome.prompts:
+        message.prompts.add(row=chunk.row, start=chunk.start, scores=rpc.write_scores(chunk.scores))
     for row, why in outcome.faults:
         message.faults.add(row=row, message=why)
     return message

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -126,7 +127,7 @@ def test_null_device_runs_steps_back_to_back() -> None:
     start = time.perf_counter()
     marks = []
     for _ in range(3):
-        model.forward(None, None)  # type: ignore[arg-type]
+        model.forward(SimpleNamespace(scored=None), None)  # type: ignore[arg-type]
         marks.append(model.mark())
     assert time.perf_counter() - start < 0.02, "forward only queues"
     for i, mark in enumerate(marks):

@@ -19,6 +19,7 @@ from lockstep_common.steps import (
     Kind,
     Plan,
     PrefillPass,
+    PromptChunk,
     Sampling,
     TableWrite,
     unpack_words,
@@ -57,8 +58,8 @@ class ToyModel:
     routed_experts = False
     generated_reusable = True
     captures_prefill = False
-    config_hash = "toy"
     captured_prefix = None
+    config_hash = "toy"
 
     def __init__(self, logits_of: Logits = hashed_logits) -> None:
         self.logits_of = logits_of
@@ -76,15 +77,15 @@ class ToyModel:
         blocks, offsets = inputs.slots[0] // kv.block_size, inputs.slots[0] % kv.block_size
         layer[blocks, 0, 0, offsets, 0] = (inputs.token_ids + 1).float()
         layer[blocks, 1, 0, offsets, 0] = inputs.positions.float()
-        wanted = set(inputs.logits_index.tolist())
-        rows = []
         lens = inputs.seq_lens.tolist()
         assert not inputs.query_lens or list(inputs.host_seq_lens) == lens
-        for i, (count, length) in enumerate(zip(inputs.query_lens or (1,) * len(lens), lens, strict=True)):
-            last = int(inputs.query_starts[i]) + count - 1
-            assert length <= inputs.max_seq_len
-            if last in wanted:
-                rows.append(self.logits_of(self._history(layer, inputs.block_tables[0][i], length, kv.block_size)))
+        assert max(lens, default=0) <= inputs.max_seq_len
+        rows = []
+        for token in inputs.logits_index.tolist():
+            i = int(torch.searchsorted(inputs.query_starts, token, right=True)) - 1
+            last = token == int(inputs.query_starts[i + 1]) - 1
+            length = lens[i] if last else int(inputs.positions[token]) + 1
+            rows.append(self.logits_of(self._history(layer, inputs.block_tables[0][i], length, kv.block_size)))
         return torch.from_numpy(np.stack(rows)) if rows else torch.zeros(0, VOCAB)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -174,6 +175,7 @@ class PlanDriver:
         self.runner = runner
         self.window = window
         self.rows: dict[int, Choice] = {}
+        self.prompts: list[PromptChunk] = []  # all that came, in order
         self._blocks: dict[int, int] = {}
         self._seq = 0
         self._removes: list[int] = []
@@ -254,6 +256,7 @@ class PlanDriver:
 
     def _book(self, results: Iterable[StepResult]) -> None:
         for result in results:
+            self.prompts += result.prompts
             tokens, rows, flags = unpack_words(result.words)
             faults = dict(result.faults)
             for i, (token, row, flag) in enumerate(zip(tokens.tolist(), rows.tolist(), flags.tolist(), strict=True)):

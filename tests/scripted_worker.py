@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,8 @@ from lockstep_common.steps import (
     KvGroup,
     Plan,
     PrefillPass,
+    PromptChunk,
+    PromptScores,
     TopLogprobs,
     WorkerFacts,
     pack_words,
@@ -99,6 +101,19 @@ def toy_output(prompt: Sequence[int], *, sampling: Any, choice: int = 0, vocab_s
         if token in sampling.stop_ids and len(output) > sampling.min_tokens:
             break
     return output
+
+
+def toy_scores(prompt: Sequence[int], width: int, vocab_size: int) -> PromptScores:
+    """The scores of a prompt's tokens from the second on, made up like those of sampled tokens (see `ScriptedEngine`)."""
+    hashes = [history_hash(prompt[: i + 1]) for i in range(1, len(prompt))]
+    logprobs = np.array([-(h % 1000) / 250 for h in hashes], np.float32)
+    best = np.arange(min(width, vocab_size))
+    return PromptScores(
+        logprobs,
+        np.array([h % 7 + 1 for h in hashes], np.uint32),
+        ((np.array(prompt[1:], np.int64)[:, None] + best) % vocab_size).astype(np.uint32),
+        (logprobs[:, None] - 0.6931472 * best).astype(np.float32),
+    )
 
 
 @dataclass(frozen=True)
@@ -179,6 +194,7 @@ class ScriptedEngine:
         self._rows: dict[int, _Row] = {}
         self._kv: U64 = np.zeros((num_blocks, block_size), np.uint64)
         self._owners: dict[int, set[int]] = {}  # block -> rows whose table has it
+        self._prompts: list[PromptChunk] = []  # scored in the current step
 
     # The engine protocol
 
@@ -211,7 +227,8 @@ class ScriptedEngine:
                 delay_ms += max((row.script.delay_ms for row, _, _ in stepped), default=0.0)
             if delay_ms:
                 self._wait(delay_ms / 1000)
-            yield self._result(stepped)
+            prompts, self._prompts = tuple(self._prompts), []
+            yield replace(self._result(stepped), prompts=prompts)
 
     def poll(self, *, wait: bool) -> Iterator[StepResult]:
         return iter(())
@@ -312,6 +329,7 @@ class ScriptedEngine:
                     f"row {number}: chunk [{start}, {start + count}) of {len(row.tokens)} tokens, {row.computed} computed"
                 )
             self._write(number, row, start, start + count)
+            self._score(number, row, start, start + count)
             if row.computed == len(row.tokens):
                 sampled.append((row, number, self._sample(row) | Flag.FIRST))
         return sampled
@@ -350,6 +368,12 @@ class ScriptedEngine:
             self._check_shared(number, row, int(table[column]), column, start, end)
         self._kv[blocks[start:], offsets[start:]] = row.kv(start, end)
         row.computed = end
+
+    def _score(self, number: int, row: _Row, start: int, end: int) -> None:
+        end = min(end, row.add.prompt_len - 1)
+        if start < end and (width := row.add.sampling.prompt_logprobs) >= 0:
+            scores = toy_scores(row.tokens[: end + 1], width, self._vocab_size)[start:]
+            self._prompts.append(PromptChunk(number, start + 1, scores))
 
     def _check_shared(self, number: int, row: _Row, block: int, column: int, start: int, end: int) -> None:
         """A block of two rows may only be written where both have the same history."""

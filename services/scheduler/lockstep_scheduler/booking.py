@@ -11,8 +11,20 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep_common.errors import LockstepError
-from lockstep_common.steps import F32, NO_F32, NO_U32, U32, U64, Flag, PlanOutcome, TopLogprobs, unpack_words
-from lockstep_scheduler.request import Choice, End, Slots
+from lockstep_common.steps import (
+    F32,
+    NO_F32,
+    NO_U32,
+    NO_U64,
+    U32,
+    U64,
+    Flag,
+    PlanOutcome,
+    PromptScores,
+    TopLogprobs,
+    unpack_words,
+)
+from lockstep_scheduler.request import Choice, End, Request, Slots
 
 _END = np.uint32(int(Flag.END))
 _FAULT = np.uint32(int(Flag.FAULT))
@@ -33,6 +45,7 @@ class EventBatch:
     top: TopLogprobs | None = None
     cached: U32 = field(default_factory=lambda: NO_U32)
     errors: tuple[tuple[int, LockstepError], ...] = ()
+    prompts: tuple[tuple[int, PromptScores], ...] = ()  # (handle, scores of its prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +126,19 @@ def end_event(session: int, choice: Choice, offset: int) -> EventBatch:
         ends=np.array([choice.end], np.uint8),
         cached=np.array([choice.request.cached], np.uint32),
         errors=((0, choice.error),) if choice.error is not None else (),
+    )
+
+
+def scores_event(request: Request) -> EventBatch:
+    """The scores of a request's prompt, which are complete."""
+    return EventBatch(
+        session=request.session,
+        handles=NO_U64,
+        choices=NO_U32,
+        offsets=NO_U32,
+        counts=NO_U32,
+        ends=np.zeros(0, np.uint8),
+        prompts=((request.handle, PromptScores.joined(request.scores)),),
     )
 
 

@@ -32,10 +32,20 @@ from lockstep_common.errors import (
     Unavailable,
     Unsupported,
 )
-from lockstep_common.steps import U32, Body, Header, Kind, PlanOutcome, Sampling, WorkerFacts
+from lockstep_common.steps import (
+    MAX_LOGPROBS,
+    MAX_PROMPT_SCORES,
+    U32,
+    Body,
+    Header,
+    Kind,
+    PlanOutcome,
+    Sampling,
+    WorkerFacts,
+)
 from lockstep_scheduler import plan
 from lockstep_scheduler.blocks import chain, root
-from lockstep_scheduler.booking import Booked, EventBatch, book, end_event, events, replay_event
+from lockstep_scheduler.booking import Booked, EventBatch, book, end_event, events, replay_event, scores_event
 from lockstep_scheduler.ledger import Ledger
 from lockstep_scheduler.pace import Pace
 from lockstep_scheduler.plan import Limits, RankState, Waiting
@@ -94,6 +104,7 @@ class Stats:
     preemptions: int = 0
     overrun_row_steps: int = 0
     placeholder_steps: int = 0
+    nonfinite_rows: int = 0
     plans: dict[str, int] = field(default_factory=lambda: {"prefill": 0, "decode": 0})
     requests: int = 0
     refused: int = 0
@@ -177,6 +188,7 @@ class StepLoop:
         self._publish(rank, booked)
         errors = self._ended(booked, outcome)
         self._record(outcome.seq, booked)
+        self._score(flight.tables[rank.index], outcome)
         for batch in events(booked, self.slots, errors):
             self._emit(batch)
         flight.progress[rank.index] = outcome.first + outcome.steps
@@ -355,6 +367,13 @@ class StepLoop:
             raise InvalidRequest(f"n must be between 1 and {group.max_rows}", param="n")
         if sampling.max_tokens < 1:
             raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
+        if sampling.prompt_logprobs > MAX_LOGPROBS:
+            raise InvalidRequest(f"prompt_logprobs must be at most {MAX_LOGPROBS}", param="prompt_logprobs")
+        if len(prompt) * (sampling.prompt_logprobs + 1) > MAX_PROMPT_SCORES:
+            raise InvalidRequest(
+                f"prompt_logprobs: the prompt's tokens times n + 1 must be at most {MAX_PROMPT_SCORES}",
+                param="prompt_logprobs",
+            )
         pool = self.ranks[0].pool
         most = min(len(prompt) + self.settings.max_window, self._limit(len(prompt), sampling))
         if -(-most // pool.block_size) + n - 1 > pool.total:
@@ -435,6 +454,8 @@ class StepLoop:
         if request.sampling.logprobs >= 0 and any(len(tokens) for tokens in missed.values()):
             raise RequestLost(f"request {request_id} asked for logprobs, and those that were missed are not kept")
         request.session, request.handle = session, handle
+        if request.scores and not request.scores_due and not any(offsets.values()):
+            self._emit(scores_event(request))
         for choice in request.choices:
             if choice.slot >= 0:
                 self.slots.session[choice.slot], self.slots.handle[choice.slot] = session, handle
@@ -505,7 +526,7 @@ class StepLoop:
         for position, group in enumerate(self.waiting.ordered()):
             first = group[0]
             hit = 0
-            if self.group and position < 32:
+            if self.group and position < 32 and not first.request.scores_due:
                 size = self.ranks[0].pool.block_size
                 hit = size * max(len(rank.pool.lookup(first.keys, len(first.keys))) for rank in self.ranks)
             total += max(1, len(first.tokens) - hit)
@@ -574,6 +595,13 @@ class StepLoop:
             if choice is not None and choice.phase is Phase.DECODE:
                 plan.publish(rank, choice, slots, int(slots.prompt_len[slot] + slots.generated[slot] - 1))
 
+    def _score(self, table: npt.NDArray[np.int64], outcome: PlanOutcome) -> None:
+        """Keeps what came of prompts' scores; a prompt's are told when they are complete, before its first token."""
+        for chunk in outcome.prompts:
+            choice = self.slots.choice[table[chunk.row]]
+            if choice is not None and choice.request.add_scores(chunk) and choice.request.session >= 0:
+                self._emit(scores_event(choice.request))
+
     def _ended(self, booked: Booked, outcome: PlanOutcome) -> dict[int, LockstepError]:
         """Ends the choices that the device ended; returns the errors by entry."""
         why = dict(outcome.faults)
@@ -584,6 +612,7 @@ class StepLoop:
             assert choice is not None
             rank = self.ranks[choice.rank]
             if entry in booked.faulty:
+                self.stats.nonfinite_rows += 1
                 message = why.get(int(self.slots.row[slot]), "the model's output was not a number")
                 errors[entry] = choice.error = LockstepError(f"choice {choice.index} failed: {message}")
                 if choice.phase is Phase.DECODE:

@@ -38,6 +38,7 @@ class LoopCollector(Collector):
             "lockstep_preemptions": ("Choices removed to make room", stats.preemptions),
             "lockstep_overrun_row_steps": ("Row-steps run for rows that had ended", stats.overrun_row_steps),
             "lockstep_placeholder_steps": ("Decode steps of ranks without a row", stats.placeholder_steps),
+            "lockstep_nonfinite_rows": ("Choices that ended with NaN or infinite logits", stats.nonfinite_rows),
             "lockstep_requests": ("Requests queued", stats.requests),
             "lockstep_requests_refused": ("Requests refused because the queue was full", stats.refused),
             "lockstep_device_idle_seconds": ("Time that workers waited for a plan", stats.idle_seconds),

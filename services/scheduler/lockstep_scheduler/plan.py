@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -439,7 +439,10 @@ def _first_chunk(rank: RankState, group: list[Choice], budget: int) -> tuple[int
 
 
 def _hits(rank: RankState, choice: Choice) -> list[int]:
-    """Known blocks of the longest beginning of the choice's tokens; the last token is always computed."""
+    """Known blocks of the longest beginning of the choice's tokens; the last token is always computed, and all that are
+    to be scored."""
+    if choice.request.scores_due:
+        return []
     return rank.pool.lookup(choice.keys, shareable(rank, choice, len(choice.tokens) - 1))
 
 
@@ -502,7 +505,7 @@ def _add_row(rank: RankState, choice: Choice, slots: Slots, copies: list[tuple[i
         tokens=choice.tokens,
         computed=choice.computed,
         blocks=(_u32(choice.blocks),),
-        sampling=request.sampling,
+        sampling=request.sampling if request.scores_due else replace(request.sampling, prompt_logprobs=-1),
         limit=request.limit,
     )
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lockstep_common.errors import LockstepError
-from lockstep_common.steps import NO_U32, U32, Sampling
+from lockstep_common.steps import NO_U32, U32, PromptChunk, PromptScores, Sampling
 from lockstep_scheduler.blocks import Key
 
 
@@ -63,6 +63,22 @@ class Request:
     passed_over: int = 0
     passed_since: float = float("inf")
     cached: int = 0  # prompt tokens that the first choice found in the cache
+    scores: list[PromptScores] = field(default_factory=list)  # of the prompt's tokens from the second on, without a gap
+    scored: int = 0  # tokens that these are of
+
+    @property
+    def scores_due(self) -> bool:
+        """Whether the prompt, or the rest of it, is still to be scored."""
+        return self.sampling.prompt_logprobs >= 0 and self.scored < len(self.prompt) - 1
+
+    def add_scores(self, chunk: PromptChunk) -> bool:
+        """Keeps what is new (a choice that was preempted scores its prompt from the start); True if nothing is due any more."""
+        known = self.scored + 1 - chunk.start
+        if not self.scores_due or not 0 <= known < len(chunk.scores):
+            return False
+        self.scores.append(chunk.scores[known:])
+        self.scored += len(chunk.scores) - known
+        return not self.scores_due
 
     @property
     def order(self) -> tuple[int, int]:

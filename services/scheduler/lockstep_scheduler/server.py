@@ -301,6 +301,8 @@ def write_events(batch: EventBatch, term: int) -> scheduler_pb2.Events:
         cached=batch.cached.tobytes(),
         errors=[scheduler_pb2.EntryError(entry=entry, error=rpc.detail(error)) for entry, error in batch.errors],
     )
+    for handle, scores in batch.prompts:
+        message.prompts.add(handle=handle, scores=rpc.write_scores(scores))
     if batch.top is not None:
         top = batch.top
         message.top.CopyFrom(

@@ -10,7 +10,18 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lockstep_common.clock import ManualClock
-from lockstep_common.steps import NO_F32, Body, GroupConfig, Header, Kind, Plan, PlanOutcome, Sampling, TopLogprobs
+from lockstep_common.steps import (
+    NO_F32,
+    Body,
+    GroupConfig,
+    Header,
+    Kind,
+    Plan,
+    PlanOutcome,
+    PromptScores,
+    Sampling,
+    TopLogprobs,
+)
 from lockstep_scheduler import plan
 from lockstep_scheduler.booking import EventBatch
 from lockstep_scheduler.ledger import NoLedger
@@ -59,6 +70,7 @@ class Simulation:
         self.clock = ManualClock()
         self.random = random.Random(seed)
         self.received: dict[tuple[int, int], Received] = defaultdict(Received)
+        self.scores: dict[int, PromptScores] = {}  # of prompts, by handle
         self.headers: list[Header] = []
         self.bodies: list[list[Body]] = []
         self.vocab_size = vocab_size
@@ -212,6 +224,7 @@ class Simulation:
                 logprobs=np.concatenate(logprobs) if asked else NO_F32,
                 top=_joined(results),
                 faults=tuple(f for r in results for f in r.faults),
+                prompts=tuple(p for r in results for p in r.prompts),
                 step_ns=int(self._step_seconds * 1e9),
             )
         )
@@ -219,6 +232,10 @@ class Simulation:
     def _emit(self, batch: EventBatch) -> None:
         now, at = self.clock.now(), 0
         errors = dict(batch.errors)
+        for handle, scores in batch.prompts:
+            assert handle not in self.scores, f"request {handle}: its prompt is scored twice"
+            assert not any(got.tokens for (h, _), got in self.received.items() if h == handle), "scores behind a token"
+            self.scores[handle] = scores
         for i, (handle, choice, offset, count, end) in enumerate(
             zip(batch.handles.tolist(), batch.choices.tolist(), batch.offsets.tolist(), batch.counts.tolist(), batch.ends.tolist(), strict=True)
         ):  # fmt: skip

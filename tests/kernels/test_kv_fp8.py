@@ -98,7 +98,7 @@ def referenced(monkeypatch: pytest.MonkeyPatch) -> None:
         return out
 
     rotate_and_store_ = rope.rotate_and_store_
-    monkeypatch.setattr(decoder.rope, "rotate_and_store_", rotate_and_store)
+    monkeypatch.setattr(rope, "rotate_and_store_", rotate_and_store)
     monkeypatch.setattr(decoder, "attention", attention)
     monkeypatch.setattr(decoder, "prepare", lambda batch, **_: batch)
 

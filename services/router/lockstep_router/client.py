@@ -297,6 +297,9 @@ class SchedulerSession:
         tops = _read_tops(message.top, len(tokens)) if message.HasField("top") else ()
         cached = u32(message.cached).tolist() if message.cached else ()
         errors = {e.entry: rpc.from_detail(e.error) for e in message.errors} if message.errors else {}
+        for prompt in message.prompts:
+            if (entry := self._entries.get(prompt.handle)) is not None:
+                self._tell(prompt.handle, partial(_tell_scores, entry.sink, prompt.scores))
         start = 0
         for i, handle in enumerate(handles):
             stop = start + counts[i]
@@ -378,6 +381,10 @@ def _write_submit(handle: int, submission: Submission) -> scheduler_pb2.Submit:
         cache_salt=submission.cache_salt,
         deadline_ms=submission.deadline_ms,
     )
+
+
+def _tell_scores(sink: Sink, message: common_pb2.PromptLogprobs) -> None:
+    sink.scored(rpc.read_scores(message))
 
 
 def _read_facts(message: scheduler_pb2.GroupFacts) -> GroupFacts:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lockstep_common.errors import LockstepError, Unavailable
-from lockstep_common.steps import Sampling
+from lockstep_common.steps import PromptScores, Sampling
 from lockstep_router.output import End
 from lockstep_router.policy import GroupView, choose
 from lockstep_router.request import Limits
@@ -86,6 +86,9 @@ class Sink(Protocol):
         error: LockstepError | None,
     ) -> None:
         """A choice got tokens, or ended, or both. `cached` is -1 where the message does not say it."""
+
+    def scored(self, scores: PromptScores) -> None:
+        """The prompt's scores, if they were asked for: before the first token of any choice; after a resume maybe again."""
 
     def received(self) -> list[int]:
         """Tokens of each choice that have come: from there on a resumed stream must go on."""

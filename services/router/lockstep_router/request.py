@@ -29,6 +29,7 @@ class Request:
     n: int = 1
     rules: OutputRules = field(default_factory=OutputRules)
     top_logprobs: int = -1  # -1: none; n: the sampled token's and those of the n best
+    prompt_logprobs: int = -1  # the same of the prompt's tokens
     skip_special_tokens: bool = True
     detokenize: bool = True
     priority: int = 0

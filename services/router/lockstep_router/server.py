@@ -120,6 +120,8 @@ def _values(message: inference_pb2.GenerateRequest) -> dict[str, Any]:
     values: dict[str, Any] = {name: getattr(options, name) for name in _OPTIONS if options.HasField(name)}  # type: ignore[arg-type]
     if options.HasField("logprobs"):
         values["logprobs"] = options.logprobs
+    if options.HasField("prompt_logprobs"):
+        values["prompt_logprobs"] = options.prompt_logprobs
     values |= {
         "model": message.model or None,
         "n": message.n or 1,
@@ -132,7 +134,6 @@ def _values(message: inference_pb2.GenerateRequest) -> dict[str, Any]:
         "ignore_eos": options.ignore_eos,
         "include_stop_str_in_output": options.include_stop_str_in_output,
         "logit_bias": {str(token): value for token, value in options.logit_bias.items()} or None,
-        "stream": True,
     }
     return values
 
@@ -155,9 +156,13 @@ def _started(generation: Generation) -> inference_pb2.GenerateResponse:
 async def _responses(generation: Generation) -> AsyncIterator[inference_pb2.GenerateResponse]:
     """Chunks, one finish per choice and the usage; raises the error that ended the request."""
     offsets = [0] * generation.request.choices
+    scored = False
     while True:
         await generation.changed()
         over = generation.over
+        if not scored and (scores := generation.scores(0)) is not None:
+            scored = True
+            yield inference_pb2.GenerateResponse(prompt_logprobs=rpc.write_scores(scores))
         for index, delta in generation.take():
             if delta.tokens or (delta.text and delta.finish is None):
                 yield inference_pb2.GenerateResponse(chunk=_chunk(index, offsets[index], delta))

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from lockstep_common.clock import Clock
 from lockstep_common.errors import Cancelled, LockstepError, Overloaded, RequestLost, Unavailable
+from lockstep_common.steps import NO_F32, NO_U32, PromptScores
 from lockstep_router.fleet import Fleet, Link, Submission
 from lockstep_router.metrics import Metrics
 from lockstep_router.output import ChoiceOutput, Delta, End
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3  # places that one prompt is submitted to, all causes together
 MAX_UNREAD = 1 << 17  # tokens and log probabilities that a choice may keep for a reader that does not read
+NO_SCORES = PromptScores(NO_F32, NO_U32, NO_U32.reshape(0, 0), NO_F32.reshape(0, 0))
 
 
 class Sessions:
@@ -170,6 +172,10 @@ class Generation:
             cached_tokens=sum(run.cached for run in self._runs),
         )
 
+    def scores(self, prompt: int) -> PromptScores | None:
+        """The scores of a prompt, if they were asked for: there once any of its choices has something to take."""
+        return self._runs[prompt].scores
+
     def fail(self, error: LockstepError) -> None:
         """Ends the request with an error, unless it is over; its rows are given back."""
         if self.over:
@@ -243,6 +249,9 @@ class _Run:
         request, vocabulary = generation.request, generation._sessions.vocabulary
         self.is_accepted = False
         self.cached = 0
+        asked = prompt.sampling.prompt_logprobs >= 0
+        self.scores = NO_SCORES if asked and len(prompt.ids) == 1 else None  # there is nothing before its one token
+        self._unscored = asked and len(prompt.ids) > 1
         self.outputs = [
             ChoiceOutput(request.rules, _detokenizer(request, vocabulary, prompt.ids)) for _ in range(request.n)
         ]
@@ -298,6 +307,12 @@ class _Run:
     def lost(self, error: LockstepError) -> None:
         self._elsewhere(error)
 
+    def scored(self, scores: PromptScores) -> None:
+        if len(scores) != len(self._prompt.ids) - 1:
+            self._generation.fail(LockstepError(f"{len(scores)} scores of a prompt of {len(self._prompt.ids)} tokens"))
+            return
+        self.scores, self._unscored = scores, False
+
     def event(
         self,
         choice: int,
@@ -328,6 +343,9 @@ class _Run:
             return
         if end in (End.ERROR, End.CANCELLED):
             generation.fail(error or Cancelled("the scheduler cancelled the request"))
+            return
+        if self._unscored:
+            generation.fail(LockstepError("the engine sent no log probabilities of the prompt"))
             return
         stopped = output.feed(tokens, end, logprobs, tops)
         if stopped is not None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from lockstep_common.errors import ConfigError, InvalidRequest, NotFound
-from lockstep_common.steps import Sampling
+from lockstep_common.steps import MAX_LOGPROBS, MAX_PROMPT_SCORES, Sampling
 from lockstep_router.fields import Fields, as_integer, encodable
 from lockstep_router.output import OutputRules
 from lockstep_router.prompts import (
@@ -42,7 +42,6 @@ MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 256
 MAX_STOP_IDS: Final = 32
 MAX_BIASES: Final = 1024
-MAX_TOP_LOGPROBS: Final = 20
 COMPLETION_MAX_TOKENS: Final = 16  # OpenAI's default; a chat's is the rest of the context
 INLINE_CHARS: Final = 4096  # longer texts are tokenised beside the event loop
 
@@ -72,7 +71,6 @@ UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
     "lora_request": (),
     "modalities": (["text"],),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "reasoning_effort": (),
     "repetition_detection": (),
     "response_format": ({"type": "text"},),
@@ -158,13 +156,11 @@ class Door:
         """A request from the body of /v1/completions."""
         fields = Fields(values)
         self._admit(fields)
-        echo, logprobs = fields.flag("echo"), fields.integer("logprobs", -1, 0, MAX_TOP_LOGPROBS)
+        echo, logprobs = fields.flag("echo"), fields.integer("logprobs", -1, 0, MAX_LOGPROBS)
         if as_integer(fields.get("max_tokens")) == 0:
             raise InvalidRequest(
                 "max_tokens must be at least 1: scoring a prompt (max_tokens 0) is not supported", param="max_tokens"
             )
-        if echo and logprobs >= 0:
-            raise InvalidRequest("echo cannot be combined with logprobs: the prompt's are not computed", param="echo")
         asked = fields.integer("max_tokens", COMPLETION_MAX_TOKENS, 1, MAX_INT32)
         limits = self._limits()
         prompts = [
@@ -189,12 +185,18 @@ class Door:
             raise InvalidRequest(f"n times the number of prompts must be at most {MAX_CHOICES}", param="n")
         for ids, _ in prompts:
             check_room(ids, limits.max_model_len, param)
-        sampling = self._sampling(fields, asked, logprobs, limits.vocab_size)
-        stream = fields.flag("stream")
+        stream, echo = fields.flag("stream"), fields.flag("echo")
+        prompt_logprobs = _prompt_logprobs(fields, stream)
+        scored = max(prompt_logprobs, logprobs if echo and not chat else -1)
+        _check_scores(
+            n * sum(len(ids) for ids, _ in prompts), scored, "prompt_logprobs" if prompt_logprobs >= 0 else "echo"
+        )
+        sampling = replace(
+            self._sampling(fields, asked, logprobs, limits.vocab_size), prompt_logprobs=min(scored, limits.vocab_size)
+        )
         options = Fields(fields.table("stream_options", max_items=16), "stream_options.")
         if fields.get("stream_options") is not None and not stream:
             raise InvalidRequest("stream_options is only allowed together with stream: true", param="stream_options")
-        echo = fields.flag("echo")
         return Request(
             id=("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(16),
             model=fields.text("model") or self.names[0],
@@ -207,6 +209,7 @@ class Door:
             n=n,
             rules=self._rules(fields, sampling.min_tokens, logprobs, omit_text, limits.vocab_size),
             top_logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             skip_special_tokens=fields.flag("skip_special_tokens", True),
             detokenize=not omit_text,
             priority=fields.integer("priority", 0, -MAX_INT32, MAX_INT32),
@@ -280,7 +283,7 @@ class Door:
 
     @staticmethod
     def _chat_logprobs(fields: Fields) -> int:
-        top = fields.integer("top_logprobs", -1, 0, MAX_TOP_LOGPROBS)
+        top = fields.integer("top_logprobs", -1, 0, MAX_LOGPROBS)
         if fields.flag("logprobs"):
             return max(top, 0)
         if top > 0:
@@ -394,6 +397,23 @@ def _logit_bias(fields: Fields, vocab_size: int) -> tuple[tuple[int, float], ...
             )
         bias[int(key)] = min(max(values.number(key, 0, -1e9, 1e9), -100.0), 100.0)
     return tuple(bias.items())
+
+
+def _prompt_logprobs(fields: Fields, stream: bool) -> int:
+    found = fields.integer("prompt_logprobs", -1, 0, MAX_LOGPROBS)
+    if found >= 0 and stream:
+        raise InvalidRequest("prompt_logprobs cannot be combined with stream: true", param="prompt_logprobs")
+    return found
+
+
+def _check_scores(tokens: int, width: int, param: str) -> None:
+    """Bounds what an answer holds of its prompts' log probabilities; tokens of all choices' prompts."""
+    if tokens * (width + 1) > MAX_PROMPT_SCORES:
+        raise InvalidRequest(
+            f"log probabilities of {tokens} prompt tokens (of all choices) with {width} best ones each are too many: "
+            f"tokens times one more than that must be at most {MAX_PROMPT_SCORES}",
+            param=param,
+        )
 
 
 def _cache_salt(fields: Fields) -> str:

@@ -72,7 +72,7 @@ def score(logits_of: LogitsOf, vocab_size: int, hidden: torch.Tensor, scored: Sc
     rows = rows_at_once(vocab_size)
     parts = [
         _score(logits_of(some), targets, width)
-        for some, targets in zip(hidden.split(rows), scored.targets.split(rows), strict=True)
+        for some, targets in zip(torch.split(hidden, rows), torch.split(scored.targets, rows), strict=True)
     ]
     return Scores(
         scored, *(column[0] if len(column) == 1 else torch.cat(column) for column in zip(*parts, strict=True))

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from lockstep_common.clock import ManualClock
 from lockstep_common.errors import LockstepError
+from lockstep_common.steps import PromptScores
 from lockstep_router.fleet import Fleet, GroupFacts, Load, Sink, Submission
 from lockstep_router.http.app import build_app
 from lockstep_router.http.routes import Context
@@ -92,6 +93,7 @@ class Say:
     tops: Sequence[Sequence[tuple[int, float]]] = ()
     error: LockstepError | None = None
     cached: int = -1
+    scores: PromptScores | None = None  # of the prompt, before the tokens
     seconds: float = 0.0
 
 
@@ -153,6 +155,8 @@ class ScriptedLink:
 
     def say(self, handle: int, event: Say, offset: int) -> None:
         if (sink := self.sinks.get(handle)) is not None:
+            if event.scores is not None:
+                sink.scored(event.scores)
             sink.event(
                 event.choice,
                 offset,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lockstep_common.clock import ManualClock
 from lockstep_common.errors import LockstepError, Unavailable
-from lockstep_common.steps import Sampling, f32, u32, u64
+from lockstep_common.steps import PromptScores, Sampling, f32, u32, u64
 from lockstep_proto.v1 import common_pb2, scheduler_pb2
 from lockstep_router import client as client_module
 from lockstep_router.client import SchedulerSession
@@ -59,6 +59,9 @@ class Heard:
             raise RuntimeError("a fault in this request's output")
         self.counts[choice] += len(tokens)
         self.log.append((choice, offset, tokens, end, list(logprobs), list(tops), cached, error and error.code))
+
+    def scored(self, scores: PromptScores) -> None:
+        self.log.append(("scored", len(scores), scores.ids.shape))
 
     def received(self) -> list[int]:
         return self.counts

@@ -11,12 +11,22 @@ from hypothesis import strategies as st
 
 from lockstep_common import rpc
 from lockstep_common.errors import InvalidRequest
-from lockstep_common.steps import MAX_LOGPROBS, MAX_PROMPT_SCORES, PromptChunk, PromptScores, Sampling
+from lockstep_common.steps import (
+    MAX_LOGPROBS,
+    MAX_PROMPT_SCORES,
+    NO_U32,
+    NO_U64,
+    Header,
+    Kind,
+    PromptChunk,
+    PromptScores,
+    Sampling,
+)
 from lockstep_scheduler.booking import EventBatch
 from lockstep_scheduler.client import read_outcome
 from lockstep_scheduler.request import Request
 from lockstep_scheduler.server import write_events
-from lockstep_worker.protocol import Coalescer, Header, Kind, StepResult
+from lockstep_worker.protocol import Coalescer, StepResult
 from lockstep_worker.server import outcome_message
 from tests.scripted_worker import Script, toy_scores
 from tests.unit.scheduler.simulation import Simulation
@@ -138,7 +148,7 @@ def test_scores_on_the_wire() -> None:
         (3, 1, 0),
     ]
     same(PromptScores.joined([chunk.scores for chunk in outcome.prompts[:2]]), scores)
-    batch = EventBatch(1, *(np.zeros(0, kind) for kind in ("u8", "u4", "u4", "u4", "u1")), prompts=((7, scores),))  # type: ignore[arg-type]
+    batch = EventBatch(1, NO_U64, NO_U32, NO_U32, NO_U32, np.zeros(0, np.uint8), prompts=((7, scores),))
     (message,) = write_events(batch, 1).prompts
     assert message.handle == 7
     same(rpc.read_scores(message.scores), scores)

@@ -46,7 +46,7 @@ class Answer(Response):
             watch = asyncio.create_task(_cancel_when_gone(receive, generation))
             try:
                 await generation.start()
-                shape = shape_of(self._request, self._sessions.vocabulary)
+                shape = shape_of(self._request, self._sessions.vocabulary, generation.scores)
                 if self._request.stream:
                     await self._stream(generation, shape, send)
                 else:

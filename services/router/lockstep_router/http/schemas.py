@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import orjson
 
+from lockstep_common.steps import PromptScores
 from lockstep_router.output import Delta, Finish, TokenLogprob
 from lockstep_router.request import Request, Usage
 from lockstep_router.text import Detokenizer, Vocabulary
@@ -21,6 +22,8 @@ from lockstep_router.text import Detokenizer, Vocabulary
 DONE: Final = b"data: [DONE]\n\n"
 PING: Final = b": ping\n\n"
 LOWEST_LOGPROB: Final = -9999.0  # stands for minus infinity, which JSON cannot say
+
+ScoresOf = Callable[[int], PromptScores | None]
 
 _OPEN: Final = b',"logprobs":null,"finish_reason":null}]}\n\n'
 
@@ -40,9 +43,10 @@ class Shape(abc.ABC):
     object_name = ""
     chunk_name = ""
 
-    def __init__(self, request: Request, vocabulary: Vocabulary) -> None:
+    def __init__(self, request: Request, vocabulary: Vocabulary, scores: ScoresOf) -> None:
         self._request = request
         self._vocabulary = vocabulary
+        self._scores = scores
         head = orjson.dumps(
             {"id": request.id, "object": self.chunk_name, "created": request.created, "model": request.model}
         )
@@ -99,15 +103,20 @@ class Shape(abc.ABC):
             "model": self._request.model,
             "choices": [self._choice(index, delta) for index, delta in enumerate(deltas)],
             "usage": usage_object(usage),
+            **self._extras(),
         }
         return orjson.dumps(body)
+
+    def _extras(self) -> dict[str, Any]:
+        """What an answer has beside what every answer has."""
+        return {}
 
     def _choice(self, index: int, delta: Delta) -> dict[str, Any]:
         assert delta.finish is not None
         choice: dict[str, Any] = {
             "index": index,
             **self._body(index, delta.text),
-            "logprobs": self._logprobs(index, delta.entries),
+            "logprobs": self._logprobs(index, [*self._echoed_entries(index), *delta.entries]),
             **_finish_object(delta.finish),
         }
         if self._request.return_token_ids:
@@ -124,6 +133,37 @@ class Shape(abc.ABC):
     def _prompt_ids(self, index: int) -> list[int]:
         return self._request.prompts[index // self._request.n].ids
 
+    def _echoed_entries(self, index: int) -> list[TokenLogprob]:
+        """The log probabilities of the prompt's tokens, if these are part of the choice."""
+        return []
+
+    def _prompt_entries(self, index: int) -> list[TokenLogprob]:
+        """Of the prompt of a choice; the first token has none."""
+        scores, ids = self._scores(index // self._request.n), self._prompt_ids(index)
+        assert scores is not None  # they come before the first token
+        tops = [list(zip(*pair, strict=True)) for pair in zip(scores.ids.tolist(), scores.values.tolist(), strict=True)]
+        entries = map(TokenLogprob, ids[1:], scores.logprobs.tolist(), tops)
+        return [TokenLogprob(ids[0], math.nan, ()), *entries]
+
+    def _prompt_logprobs(self, index: int) -> list[dict[str, Any] | None]:
+        """As vLLM answers `prompt_logprobs`: for each token an object of the n best tokens and itself, by id."""
+        scores, name, count = (
+            self._scores(index // self._request.n),
+            self._vocabulary.token_text,
+            self._request.prompt_logprobs,
+        )
+        assert scores is not None
+        found: list[dict[str, Any] | None] = [None]
+        for entry, rank in zip(self._prompt_entries(index)[1:], scores.ranks.tolist(), strict=True):
+            best = [(token, value, place) for place, (token, value) in enumerate(entry.top[:count], start=1)]
+            found.append(
+                {
+                    str(token): {"logprob": finite(value), "rank": place, "decoded_token": name(token)}
+                    for token, value, place in [*best, (entry.token, entry.logprob, rank)]
+                }
+            )
+        return found
+
 
 class ChatShape(Shape):
     object_name = "chat.completion"
@@ -135,6 +175,9 @@ class ChatShape(Shape):
         if self._request.return_token_ids:
             extra["prompt_token_ids"] = self._prompt_ids(index)
         return [self._event(index, b'"delta":{"role":"assistant","content":""}', extra, usage)]
+
+    def _extras(self) -> dict[str, Any]:
+        return {"prompt_logprobs": self._prompt_logprobs(0)} if self._request.prompt_logprobs >= 0 else {}
 
     def _content(self, text: bytes) -> bytes:
         return b'"delta":{"content":' + text + b"}"
@@ -177,7 +220,18 @@ class CompletionShape(Shape):
             extra["prompt_token_ids"] = self._prompt_ids(index)
         if not (self._request.echo or self._request.return_token_ids):
             return []
+        if self._request.echo:
+            extra["logprobs"] = self._logprobs(index, self._echoed_entries(index))
         return [self._event(index, self._content(orjson.dumps(self._echoed(index))), extra, usage)]
+
+    def _choice(self, index: int, delta: Delta) -> dict[str, Any]:
+        choice = super()._choice(index, delta)
+        if self._request.prompt_logprobs >= 0:
+            choice["prompt_logprobs"] = self._prompt_logprobs(index)
+        return choice
+
+    def _echoed_entries(self, index: int) -> list[TokenLogprob]:
+        return self._prompt_entries(index) if self._request.echo and self._request.rules.logprobs else []
 
     def _content(self, text: bytes) -> bytes:
         return b'"text":' + text
@@ -201,7 +255,7 @@ class CompletionShape(Shape):
             "token_logprobs": [finite(entry.logprob) for entry in entries],
             "top_logprobs": [
                 {name(token): finite(value) for token, value in [*entry.top[:count], (entry.token, entry.logprob)]}
-                if count
+                if count and not math.isnan(entry.logprob)
                 else None
                 for entry in entries
             ],
@@ -222,8 +276,9 @@ class _Offsets:
         return offset
 
 
-def shape_of(request: Request, vocabulary: Vocabulary) -> Shape:
-    return (ChatShape if request.chat else CompletionShape)(request, vocabulary)
+def shape_of(request: Request, vocabulary: Vocabulary, scores: ScoresOf) -> Shape:
+    """`scores` gives those of a prompt by its number, once any of its choices has begun."""
+    return (ChatShape if request.chat else CompletionShape)(request, vocabulary, scores)
 
 
 def finite(logprob: float) -> float | None:

@@ -337,8 +337,10 @@ class AttentionPass:
         With `kept`, only of those rows; the keys and values of all are stored.
         """
         qkv = linear(hidden, weights.qkv, norm=weights.norm).view(hidden.shape[0], -1, self._head_dim)
-        scale = weights.kv_scale if cache.dtype == E4M3 else None
-        rope.rotate_and_store_(qkv, cache, self._rope, weights.head_norm, kv_scale=scale and scale.both)
+        both, each = None, None
+        if cache.dtype == E4M3 and (kept_as := weights.kv_scale) is not None:
+            both, each = kept_as.both, kept_as.each
+        rope.rotate_and_store_(qkv, cache, self._rope, weights.head_norm, kv_scale=both)
         kv_heads = cache.shape[2]
         q, k, v = torch.tensor_split(qkv[: self._tokens], (self._heads, self._heads + kv_heads), 1)
         new_kv = (k, v) if self._takes_new_kv else None
@@ -349,7 +351,7 @@ class AttentionPass:
             scale=self._scale,
             out=self._mixed,
             new_kv=new_kv,
-            kv_scale=scale and scale.each,
+            kv_scale=each,
         )
         if kept is None:
             return linear(mixed, weights.out, plus=hidden)

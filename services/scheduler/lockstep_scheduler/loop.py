@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -210,7 +210,24 @@ class StepLoop:
         remaining = running.header.k - min(running.progress)
         if len(self._inflight) > 1 or remaining > self.pace.lead_steps:
             return False
-        return self._hold(running, remaining)
+        return (running.header.kind is Kind.PREFILL and self._next_is_full()) or self._hold(running, remaining)
+
+    def _next_is_full(self) -> bool:
+        """Whether prompts that wait fill the next prefill step: then nothing that still comes could go into it, and holding it
+        back would only risk an idle device, as prefill steps are not as even as decode."""
+        left = 0 if self._owed else self.settings.max_batched_tokens * len(self.ranks)
+        for choice in self._unfilled():
+            if left <= 0:
+                break
+            left -= len(choice.tokens) - choice.computed
+        return left <= 0 and not self._owed
+
+    def _unfilled(self) -> Iterator[Choice]:
+        """Choices whose prompts are not computed yet, in the order in which they will be."""
+        for rank in self.ranks:
+            yield from rank.prefilling
+        for group in self.waiting.ordered():
+            yield group[0]
 
     def _hold(self, running: InFlight, remaining: int) -> bool:
         """True if the next plan must be composed now; else the loop turns again when it must."""

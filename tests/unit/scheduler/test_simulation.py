@@ -477,3 +477,15 @@ def test_plans_are_numbered_and_counted() -> None:
         assert header.seq == number and header.first_step == step
         step += header.k if header.kind is Kind.DECODE else 0
     assert np.all([len(b) == 1 for b in sim.bodies])
+
+
+def test_a_plan_is_held_back_only_while_something_could_still_go_into_it() -> None:
+    sim = Simulation(max_batched_tokens=32, max_prefill_tokens_per_point=1 << 20, num_blocks=100)
+    held: list[int] = []
+    sim.loop._defer = lambda seconds: held.append(len(sim.loop.waiting))
+    requests = [sim.submit(prompt(32, i), max_tokens=2, advance=False) for i in range(6)]
+    sim.loop.advance()
+    sim.run()
+    sim.check_answers(requests)
+    assert [h.kind for h in sim.headers[:6]] == [Kind.PREFILL] * 6
+    assert held and set(held) == {0}, "a full prefill step went out late"

@@ -16,7 +16,7 @@ from lockstep_kernels import attention as op  # isort: skip
 from lockstep_kernels.attention import PagedBatch, cuda, reference  # isort: skip
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
-SPLIT = cuda.Split(programs=5, keys=16, least=1, stages=2)
+SPLIT = cuda.Split(processors=5, keys=16, resident=1, cut=0, stages=2)
 TILINGS = (
     cuda.Tiling(16, 16, 4, 2, described=False),
     cuda.Tiling(32, 16, 4, 2, described=True, parts=2),
@@ -131,8 +131,10 @@ QUICK = settings(max_examples=40 if ON_GPU else 8, deadline=None)
     dtype=DTYPES,
     lengths=st.lists(LENGTHS, min_size=1, max_size=4),
     block_size=st.sampled_from([16, 32, 64]),
-    programs=st.sampled_from([1, 2, 5, 40]),
-    least=st.integers(1, 3),
+    processors=st.sampled_from([1, 2, 5, 20]),
+    resident=st.integers(1, 3),
+    cut=st.integers(0, 4),
+    whole=st.booleans(),
     keys=st.sampled_from([16, 32]),
     far=st.booleans(),
 )
@@ -141,14 +143,16 @@ def test_decode(
     dtype: torch.dtype,
     lengths: list[int],
     block_size: int,
-    programs: int,
-    least: int,
+    processors: int,
+    resident: int,
+    cut: int,
+    whole: bool,
     keys: int,
     far: bool,
 ) -> None:
     operands = make(heads, tuple((n - 1, n) for n in lengths), block_size, dtype, spare=3 * far)
     bound = operands.table.shape[1] * block_size if far else 0
-    out = operands.run(operands.decode_batch(bound), split=cuda.Split(programs, keys, least))
+    out = operands.run(operands.decode_batch(bound), split=cuda.Split(processors, keys, resident, cut, whole))
     operands.check(out)
 
 
@@ -265,14 +269,14 @@ def test_a_sequence_with_nan_spoils_no_other(decode: bool) -> None:
 def test_deterministic_decode_depends_on_the_sequence_alone(dtype: torch.dtype) -> None:
     heads, lengths = Heads(2, 3, 16), [70 * LONG, 1, 33 * LONG, 100 * LONG]
     operands = make(heads, tuple((n - 1, n) for n in lengths), 16, dtype, spare=2)
-    split = cuda.Split(programs=3, keys=16, least=1, fixed=2, most=3, stages=2)
+    split = cuda.Split(processors=3, keys=16, resident=1, fixed=2, most=3, stages=2)
     together = operands.run(operands.decode_batch(), deterministic=True, split=split)
     operands.check(together)
     for i, n in enumerate(lengths):
         part = slice(i, i + 1)
         alone = replace(operands, spans=((n - 1, n),), q=operands.q[part], table=operands.table[part])
         bound = alone.table.shape[1] * 16
-        out = alone.run(alone.decode_batch(bound), deterministic=True, split=replace(split, programs=7))
+        out = alone.run(alone.decode_batch(bound), deterministic=True, split=replace(split, processors=7))
         assert torch.equal(out[0], together[i])
 
 
@@ -287,7 +291,7 @@ def test_prefill_does_not_depend_on_how_a_prompt_is_cut(tiling: cuda.Tiling) -> 
 
 
 def test_dense_parts_are_neighbours_of_one_length_without_a_prefix() -> None:
-    lens = (100, 1100, 1100, 2048, 1500, 1024)
+    lens = (100, 1100, 1100, 2048, 1500, 1024)  # the fifth has a prefix
     new = (100, 1100, 1100, 2048, 1000, 1024)
     batch = PagedBatch(new, lens, torch.ones(6, 32, dtype=torch.int64), 64)
     plan = cuda.prepare(

@@ -23,10 +23,9 @@ from lockstep_kernels import dependent
 from lockstep_kernels.attention import kernel
 from lockstep_kernels.attention.batch import PagedBatch
 
-RESIDENT: Final = 3  # decode programs that a multiprocessor holds at a time
-REGISTERS: Final = 168  # of a thread, so that it can
-MERGED: Final = 4096  # partial sums that a program merges at a time
-DENSE_FROM: Final = 1024  # tokens from which on cuDNN is faster
+REGISTERS: Final = 512  # of a thread, among all decode programs of a multiprocessor
+MERGED: Final = 8192  # partial sums that a program merges at a time
+DENSE_FROM: Final = 512  # tokens from which on cuDNN is faster
 DENSE_UNIT: Final = 512  # cuDNN prepares a plan for each length it meets: let there be few
 
 
@@ -47,12 +46,18 @@ class DecodePlan:
 class Split:
     """How a decode step cuts its work: among programs, in tiles of keys."""
 
-    programs: int
+    processors: int
     keys: int  # of a tile
-    least: int  # tiles that a program takes: merging costs as much as reading a few more
+    resident: int = 3  # programs that a multiprocessor holds at a time
+    cut: int = 4  # tiles that a program could read while a pair is merged
+    whole: bool = True  # where it is faster, no program works on two pairs
     fixed: int = 0  # not 0: tiles of a split whose bounds depend on its sequence's length alone
     most: int = 16  # of those a sequence has; longer ones have longer splits
     stages: int = 3
+
+    @property
+    def programs(self) -> int:
+        return self.processors * self.resident
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +158,10 @@ def attention(
 
 @functools.cache
 def choose_split(head_dim: int, dtype: torch.dtype, device: torch.device, deterministic: bool) -> Split:
-    """Tiles of 16 KiB of 16-bit keys and as much of values, two of them on their way for each of RESIDENT programs."""
+    """Tiles of 16 KiB of 16-bit keys and as much of values, two of them on their way for each of three programs."""
     keys = min(128, max(16, 16384 // (_columns(head_dim) * max(2, dtype.itemsize))))
-    least = 256 // keys
-    programs = RESIDENT * torch.cuda.get_device_properties(device).multi_processor_count
-    return Split(programs, keys, 1, fixed=least) if deterministic else Split(programs, keys, least)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return Split(processors, keys, fixed=256 // keys if deterministic else 0)
 
 
 def choose_tiling(head_dim: int, dtype: torch.dtype, block_size: int) -> Tiling:
@@ -189,8 +193,10 @@ def _plan_decode(
         sequences,
         count,
         batch.max_seq_len,
-        split.programs,
-        split.least,
+        split.processors,
+        split.cut,
+        RESIDENT=split.resident,
+        WHOLE=split.whole and not split.fixed,
         KV_HEADS=kv_heads,
         TILE=split.keys,
         WIDTH=max(16, triton.next_power_of_2(count)),
@@ -203,7 +209,7 @@ def _plan_decode(
         batch,
         starts,
         sequences,
-        torch.zeros(count * kv_heads, dtype=torch.int32, device=device),
+        torch.zeros(count * kv_heads, dtype=torch.int32, device=device),  # after the schedule: see `decode_kernel`
         torch.empty(slots, group, head_dim, dtype=torch.float32, device=device),
         torch.empty(slots, 2, group, dtype=torch.float32, device=device),
         {
@@ -219,7 +225,7 @@ def _plan_decode(
             "STAGES": split.stages,
             "PDL": dependent.supported(device),
             "launch_pdl": dependent.supported(device),
-            "maxnreg": REGISTERS,
+            "maxnreg": min(255, REGISTERS // split.resident // 8 * 8),
             **fixed,
         },
     )

@@ -4,8 +4,9 @@ Both work on all query heads of a key/value head at once, so a key or value is r
 online in base 2: `scale` comes multiplied by log2(e). Keys that must not be seen are not loaded, and weigh exactly 0.
 
 Decode, after the idea of stream-K: the tiles of keys of all (sequence, key/value head) pairs in a row are dealt out evenly to
-a fixed number of programs by the lengths on the device, whatever the host's bound on them is. A pair that more than one
-program works on is merged by the last of them to arrive.
+a fixed number of programs by the lengths on the device, whatever the host's bound on them is; where pairs and programs are
+about as many, each program gets one pair or an equal part of one. A pair that more than one program works on is merged by
+the last of them to arrive.
 """
 
 # Triton's language has no types, and a kernel's parameters none that Python knows.
@@ -16,26 +17,29 @@ import triton.language as tl
 
 from lockstep_kernels.dependent import release, wait
 
+MANY = tl.constexpr(64)  # parts of a pair whose weights are compared at a time
 LOWEST = tl.constexpr(-1.0e30)  # below every score, and finite: the difference of two is not NaN
 
 
 @triton.jit
-def _units(length, TILE: tl.constexpr, FIXED: tl.constexpr, UNIT: tl.constexpr, MOST: tl.constexpr):
-    """Tiles of keys of a sequence, tiles a unit of work, and units. FIXED: by the sequence's own length alone."""
+def _units(length, size, TILE: tl.constexpr, FIXED: tl.constexpr, UNIT: tl.constexpr, MOST: tl.constexpr):
+    """Tiles of keys of a sequence, tiles a unit of work, and units. FIXED: by the sequence's own length alone, else of `size`."""
     tiles = tl.cdiv(tl.maximum(length, 1), TILE)
-    size = tl.maximum(UNIT, tl.cdiv(tiles, MOST)) if FIXED else tiles * 0 + 1
-    return tiles, size, tl.cdiv(tiles, size)
+    own_size = tl.maximum(UNIT, tl.cdiv(tiles, MOST)) if FIXED else size
+    return tiles, own_size, tl.cdiv(tiles, own_size)
 
 
-@triton.jit(do_not_specialize=["count", "limit", "programs", "least"])
+@triton.jit(do_not_specialize=["count", "limit", "processors", "cut"])
 def schedule_kernel(
     lens,  # [count] int64
-    starts,  # out [programs, 8] int32: the sequence, head and unit that a program starts at, units it takes; as `sequences`
+    starts,  # out [programs, 8] int32: sequence, head and unit that a program starts at, units it takes; as `sequences`; size
     sequences,  # out [count, 2] int32: length; units of all heads of all earlier sequences
     count,
     limit,  # lengths beyond it are cut
-    programs,
-    least,  # units that are hardly less work than cutting them again
+    processors,
+    cut,  # what it costs to merge a pair, in tiles
+    RESIDENT: tl.constexpr,  # programs a processor
+    WHOLE: tl.constexpr,  # whether a program may have one pair only
     KV_HEADS: tl.constexpr,
     TILE: tl.constexpr,
     FIXED: tl.constexpr,
@@ -43,17 +47,41 @@ def schedule_kernel(
     MOST: tl.constexpr,
     WIDTH: tl.constexpr,  # of the vectors over all sequences
 ):
-    """Deals the units of work out to the decode kernel's programs. A program finds where one of them starts."""
+    """Deals the work out to the decode kernel's programs. A program finds where one of them starts.
+
+    Usually each has the same number of tiles, and nearly every pair is cut. Where that takes less time, pairs are cut into so
+    few parts of one size that there is a program for each, so that none has two pairs to begin and to merge. Times are in
+    eighths of what a processor takes to read a tile; a single program on it is a little slower than more.
+    """
     index = tl.arange(0, WIDTH)
     present = index < count
     length = tl.load(lens + index, mask=present, other=0)
     length = tl.minimum(tl.maximum(length, 0), limit).to(tl.int32)
-    _, _, units = _units(length, TILE, FIXED, UNIT, MOST)
+    tiles = tl.where(present, tl.cdiv(tl.maximum(length, 1), TILE), 0)
+    longest = tl.max(tiles, 0)
+    size = longest * 0 + 1
+    share = tl.cdiv(tl.sum(tiles, 0) * KV_HEADS, RESIDENT * processors)
+    if WHOLE:
+        pairs = tl.sum((length > 0).to(tl.int32), 0) * KV_HEADS
+        empty = count * KV_HEADS - pairs
+        pairs = tl.maximum(pairs, 1)
+        least = 8 * RESIDENT * share + 16 * cut  # a program begins and ends in the middle of a pair
+        for resident in tl.static_range(1, RESIDENT + 1):
+            most = tl.maximum((resident * processors - empty) // pairs, 0)
+            part = tl.cdiv(longest, tl.maximum(most, 1))
+            parts = tl.cdiv(longest, part)
+            time = part * (9 if resident == 1 else 8 * resident) + tl.where(parts > 1, 8 * cut + parts // 2, 0)
+            uncut = longest * (9 if resident == 1 else 8 * resident)
+            part, time = tl.where(uncut <= time, longest, part), tl.minimum(uncut, time)
+            better = (most > 0) & (time < least)
+            least = tl.where(better, time, least)
+            size = tl.where(better, part, size)
+            share = tl.where(better, 1, share)
+    _, _, units = _units(length, size, TILE, FIXED, UNIT, MOST)
     units = tl.where(present, units, 0)
     ends = tl.cumsum(units, 0) * KV_HEADS
-    longest = tl.max(units, 0)
-    parts = tl.cdiv(longest, least)  # so that equal lengths are cut at equal places
-    share = tl.maximum(tl.cdiv(tl.max(ends, 0), programs), tl.cdiv(longest, parts))
+    if FIXED:
+        share = tl.cdiv(tl.max(ends, 0), RESIDENT * processors)
     program = tl.program_id(0)
     start = program * share
     sequence = tl.sum((ends <= start).to(tl.int32), 0)
@@ -66,6 +94,7 @@ def schedule_kernel(
     tl.store(starts + 8 * program + 3, share)
     tl.store(starts + 8 * program + 4, tl.sum(tl.where(here, length, 0), 0))
     tl.store(starts + 8 * program + 5, before)
+    tl.store(starts + 8 * program + 6, size)
     if program == 0:
         tl.store(sequences + 2 * index, length, mask=present)
         tl.store(sequences + 2 * index + 1, ends - units * KV_HEADS, mask=present)
@@ -122,6 +151,27 @@ def _block_rows(table, tile, last, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr)
 
 
 @triton.jit
+def _first_blocks(
+    table,
+    table_stride,
+    sequence,
+    count,
+    length,
+    unit,
+    size,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    FIXED: tl.constexpr,
+    UNIT: tl.constexpr,
+    MOST: tl.constexpr,
+):
+    """Blocks of the first tile of a unit of a sequence; of any tile if there is no such sequence."""
+    _, own_size, _ = _units(length, size, TILE, FIXED, UNIT, MOST)
+    own_table = table + tl.minimum(sequence, count - 1).to(tl.int64) * table_stride
+    return _block_rows(own_table, unit * own_size, tl.maximum(length - 1, 0), BLOCK_SIZE, TILE)
+
+
+@triton.jit
 def _key_offsets(blocks, tile, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
     """Where a tile's keys lie in the cache of head 0, in elements (int64): [TILE, 1]."""
     starts = blocks.to(tl.int64) * (2 * KV_HEADS * BLOCK_SIZE * D)
@@ -130,6 +180,17 @@ def _key_offsets(blocks, tile, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_SI
     else:
         offsets = starts + (tile * TILE + tl.arange(0, TILE)) % BLOCK_SIZE * D
     return offsets[:, None]
+
+
+@triton.jit
+def _stats(stats, part, first, parts, step, later, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """Highest scores and sums of weights [n, ROWS] of parts [n] of a pair, and their slots [n]. Beyond `parts` they are none."""
+    rows = tl.arange(0, ROWS)
+    slot = tl.where(part == 0, first, later + (part - 1) * step)
+    there = (part < parts)[:, None] & (rows < GROUP)[None, :]
+    at = stats + slot[:, None] * (2 * GROUP) + rows[None, :]
+    maxima = tl.load(at, mask=there, other=LOWEST, cache_modifier=".cg")
+    return maxima, tl.load(at + GROUP, mask=there, other=0.0, cache_modifier=".cg"), slot
 
 
 @triton.jit
@@ -149,26 +210,22 @@ def _merge(
     """The result [ROWS, COLUMNS] of `parts` partial ones, in slots first, then later, later + step, .. : CHUNK at a time."""
     rows, columns, chunk = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, CHUNK)
     wanted = (rows < GROUP)[:, None] & (columns < D)[None, :]
+    many = tl.arange(0, MANY)
     highest = tl.full((ROWS,), LOWEST, tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
-    result = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(0, parts, CHUNK):
-        part = start + chunk
-        slot = tl.where(part == 0, first, later + (part - 1) * step)
-        there = (part < parts)[:, None] & (rows < GROUP)[None, :]
-        at = stats + slot[:, None] * (2 * GROUP) + rows[None, :]
-        maxima = tl.load(at, mask=there, other=LOWEST, cache_modifier=".cg")
-        weights = tl.load(at + GROUP, mask=there, other=0.0, cache_modifier=".cg")
-        sums_at = slot.to(tl.int64)[:, None, None] * (GROUP * D) + (rows[:, None] * D + columns[None, :])[None, :, :]
-        values = tl.load(
-            sums + sums_at, mask=(part < parts)[:, None, None] & wanted[None, :, :], other=0.0, cache_modifier=".cg"
-        )
+    for start in range(0, parts, MANY):
+        maxima, weights, _ = _stats(stats, start + many, first, parts, step, later, GROUP, ROWS)
         before = highest
         highest = tl.maximum(before, tl.max(maxima, 0))
-        kept = tl.exp2(before - highest)
-        factors = tl.exp2(maxima - highest[None, :])
-        weight = weight * kept + tl.sum(weights * factors, 0)
-        result = result * kept[:, None] + tl.sum(values * factors[:, :, None], 0)
+        weight = weight * tl.exp2(before - highest) + tl.sum(weights * tl.exp2(maxima - highest[None, :]), 0)
+    result = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, parts, CHUNK):  # nothing but the sum waits for the turn before
+        part = start + chunk
+        maxima, _, slot = _stats(stats, part, first, parts, step, later, GROUP, ROWS)
+        at = sums + slot.to(tl.int64)[:, None, None] * (GROUP * D) + (rows[:, None] * D + columns[None, :])[None, :, :]
+        there = (part < parts)[:, None, None] & wanted[None, :, :]
+        values = tl.load(at, mask=there, other=0.0, cache_modifier=".cg")
+        result += tl.sum(values * tl.exp2(maxima - highest[None, :])[:, :, None], 0)
     return result / tl.where(weight == 0.0, 1.0, weight)[:, None]
 
 
@@ -207,7 +264,6 @@ def decode_kernel(
 ):
     """One new token of each sequence against all its keys."""
     release(PDL)
-    wait(PDL)
     program = tl.program_id(0)
     sequence = tl.load(starts + 8 * program)
     head = tl.load(starts + 8 * program + 1)
@@ -215,14 +271,21 @@ def decode_kernel(
     share = tl.load(starts + 8 * program + 3)
     length = tl.load(starts + 8 * program + 4)
     earlier = tl.load(starts + 8 * program + 5)
+    size = tl.load(starts + 8 * program + 6)
+    blocks = _first_blocks(
+        table, table_stride, sequence, count, length, unit, size, BLOCK_SIZE, TILE, FIXED, UNIT, MOST
+    )  # of the tile that comes next: ahead of time, as it takes a while
+    wait(
+        PDL
+    )  # not earlier: schedule and tables are older than `arrived`, whose zeros were not launched ahead of their time
     rows, columns, keys = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, TILE)
     inside = (rows < GROUP)[:, None] & (columns < D)[None, :]
     here = rows[:, None] * D + columns[None, :]
     left = share
     while (left > 0) & (sequence < count):
-        tiles, size, units = _units(length, TILE, FIXED, UNIT, MOST)
+        tiles, own_size, units = _units(length, size, TILE, FIXED, UNIT, MOST)
         taken = left * 0 + 1 if FIXED else tl.minimum(left, units - unit)
-        begin, end = unit * size, tl.minimum(tiles, (unit + taken) * size)
+        begin, end = unit * own_size, tl.minimum(tiles, (unit + taken) * own_size)
         queries = tl.load(q + sequence.to(tl.int64) * q_stride + head * (GROUP * D) + here, mask=inside, other=0.0)
         own_table = table + sequence.to(tl.int64) * table_stride
         head_cache = cache + head * (BLOCK_SIZE * D) + columns[None, :]
@@ -231,7 +294,6 @@ def decode_kernel(
         highest = tl.full((ROWS,), LOWEST, tl.float32)
         weight = tl.zeros((ROWS, TILE), tl.float32)  # summed over the keys at the end
         result = tl.zeros((ROWS, COLUMNS), tl.float32)
-        blocks = _block_rows(own_table, begin, last, BLOCK_SIZE, TILE)
         for tile in tl.range(begin, end, num_stages=STAGES):
             seen = tile * TILE + keys < length
             at = head_cache + _key_offsets(blocks, tile, KV_HEADS, D, BLOCK_SIZE, TILE)
@@ -288,6 +350,9 @@ def decode_kernel(
         if (wrapped > 0) & (sequence < count):
             length = tl.load(sequences + 2 * sequence)
             earlier = tl.load(sequences + 2 * sequence + 1)
+        blocks = _first_blocks(
+            table, table_stride, sequence, count, length, unit, size, BLOCK_SIZE, TILE, FIXED, UNIT, MOST
+        )
 
 
 @triton.jit

@@ -36,11 +36,16 @@ _SWITCH_S = 0.0005  # how long a thread may keep the others from the interpreter
 
 def main() -> None:
     settings = config.load(WorkerConfig, prog="lockstep-worker", env_prefix="LOCKSTEP_WORKER_")
+    run(settings, partial(load, settings))
+
+
+def run(settings: WorkerConfig, load: Callable[[Callable[[float, str], None]], Loaded]) -> None:
+    """Serves what `load` loads; ends the process."""
     logs.setup("worker", settings.log_level)
     sys.setswitchinterval(_SWITCH_S)
     security = rpc.Security(settings.tls_cert, settings.tls_key, settings.tls_ca, settings.internal_token)
     runner = Runner(
-        lambda progress: load(settings, progress),
+        load,
         collective_deadline_s=settings.collective_deadline_s,
         reform_timeout_s=settings.reform_timeout_s,
     )

@@ -31,6 +31,7 @@ _CAPTURED_BIASES: Final = 64
 I64 = npt.NDArray[np.int64]
 Index = torch.Tensor | slice  # [m] int64, or a slice of everything, which selects without a copy
 ToDevice = Callable[[npt.NDArray[np.generic]], torch.Tensor]
+Choose = Callable[[torch.Tensor, "SamplingBatch", torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # (tokens, bad)
 
 
 class Variant(enum.Enum):
@@ -264,7 +265,7 @@ class TokenSampler:
     def __init__(self, rows: SamplingRows, *, logprobs_mode: LogprobsMode = LogprobsMode.RAW) -> None:
         self._rows = rows
         self._mode = logprobs_mode
-        self._choose = _GroupedChoice(rows) if rows.device.type == "cpu" else _RowChoice(rows)
+        self._choose: Choose = _GroupedChoice(rows) if rows.device.type == "cpu" else _RowChoice(rows)
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch, positions: torch.Tensor) -> Sampled:
         if (wanted := batch.wanted) is None:

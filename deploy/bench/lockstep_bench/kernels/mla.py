@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.varlen import varlen_attn
 
 from lockstep_bench.kernels import Case
 from lockstep_bench.kernels.attention import _counted, _table
@@ -66,10 +65,13 @@ class Layer:
 def cases() -> Iterator[Case]:
     for heads, lens in DECODE:
         yield decode_case(heads, lens)
-        yield from decode_parts(heads, lens)
+    for lens in ((384,), (8192,), (1088,) * 64, (640,) * 256):
+        yield from decode_parts(LITE, lens)
     yield decode_case(LITE, (1088,) * 64, block_size=16)
     for heads, spans in PROMPTS:
         yield prompt_case(heads, spans)
+    for spans in (((0, 1024),) * 4, ((1024, 128),) * 8):
+        yield captured_case(spans)
     for heads, spans in PROMPTS:
         yield from prompts_by_torch(heads, spans)
 
@@ -80,40 +82,26 @@ def tuning() -> Iterator[Case]:
         (
             LITE,
             (
-                {"stages": 2},
-                {"stages": 4, "programs": 132},
+                {},
+                {"ahead": 0},
+                {"ahead": 4},
                 {"warps": 8},
-                {"least": 1},
-                {"least": 4},
-                {"programs": 132},
-                {"programs": 396, "stages": 2},
-                {"keys": 64, "warps": 8, "stages": 1, "registers": 128, "least": 1},
-                {"keys": 64, "warps": 8, "stages": 1, "programs": 132, "least": 1},
+                {"stages": 4, "programs": 132},
+                {"stages": 4, "programs": 132, "warps": 8},
                 {"keys": 64, "stages": 2, "programs": 132},
-                {"keys": 16, "stages": 4},
+                {"keys": 64, "stages": 2, "programs": 132, "warps": 8},
             ),
         ),
-        (
-            THIRD,
-            (
-                {"heads": 64, "programs": 66},
-                {"heads": 64, "programs": 66, "keys": 32, "stages": 3},
-                {"keys": 32, "stages": 3},
-                {"heads": 16, "programs": 33, "keys": 32, "stages": 3, "warps": 4},
-            ),
-        ),
+        (THIRD, ({}, {"heads": 64, "programs": 66})),
     ):
         chosen = cuda.choose_split(heads, 64, DTYPE, DEVICE)
-        for lens in ((384,), (8192,), (1088,) * 64, (640,) * 256):
+        for lens in ((1088,) * 64, (640,) * 256, (384,), (131072,)) if heads == LITE else ((1088,) * 64,):
             for change in changes:
                 yield from decode_parts(heads, lens, split=replace(chosen, **change), what=str(change), finish=False)
     for tiling in (
         cuda.Tiling(128, 64, 8, 2),
-        cuda.Tiling(128, 64, 8, 4),
         cuda.Tiling(128, 128, 8, 2),
         cuda.Tiling(64, 64, 4, 3),
-        cuda.Tiling(64, 128, 4, 2),
-        cuda.Tiling(128, 64, 4, 3),
     ):
         yield prompt_case(LITE, ((0, 4096),) * 4, tiling, str(tiling))
 
@@ -198,6 +186,33 @@ def prompt_case(
     )
 
 
+def captured_case(spans: tuple[tuple[int, int], ...]) -> Case:
+    """A captured pass that its tokens fill, with room for 8192 cached positions."""
+    lens = tuple(before + new for before, new in spans)
+    table = _table(lens, 64)
+    tokens = sum(new for _, new in spans)
+    layer = _layer(LITE, tokens, int(table.max()), 64)
+    starts = torch.tensor([0, *(new for _, new in spans)], device=DEVICE).cumsum(0)
+    seq_lens = torch.tensor(lens, device=DEVICE)
+    batch = LatentBatch(False, (), (), seq_lens, table, 64, query_starts=starts, tokens=tokens, cached=8192)
+    prepared = replace(_prepared(table, spans, 64), plan=cuda.prepare(batch, layer.expansion, ROPE, DTYPE))
+    known = LatentBatch(False, tuple(new for _, new in spans), lens, seq_lens, table, 64)
+
+    def run(layer: Layer) -> torch.Tensor:
+        attention(
+            layer.q, layer.latents, layer.norm, layer.cache, prepared, layer.expansion, scale=SCALE, out=layer.out
+        )
+        return layer.out
+
+    return Case(
+        f"captured prompts h{LITE} {_counted(spans)}",
+        [partial(run, layer)] * 4,
+        bytes=2.0 * layer.q.numel() * 2 + sum(lens) * (RANK + ROPE) * 2.0,
+        flops=_prompt_flops(LITE, spans) + 2.0 * sum(lens) * LITE * (NOPE + VALUE) * RANK,
+        check=partial(_error, layer, known, prepared, run),
+    )
+
+
 def prompts_by_torch(heads: int, spans: tuple[tuple[int, int], ...]) -> Iterator[Case]:
     """The same without norm, rotation and cache write: expansion, keys put together, torch's own attention."""
     if any(before for before, _ in spans):
@@ -220,17 +235,8 @@ def prompts_by_torch(heads: int, spans: tuple[tuple[int, int], ...]) -> Iterator
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE)
 
-    starts = torch.tensor([0, *lens]).cumsum(0).to(DEVICE, torch.int32)
-
-    def varlen() -> Any:
-        k, v = expand()
-        v = torch.nn.functional.pad(v, (0, ROPE))
-        q = layer.q.contiguous()
-        return varlen_attn(q, k, v, starts, starts, max(lens), max(lens), window_size=(-1, 0))
-
     if len(set(lens)) == 1:
         yield Case(f"{name} torch cuDNN", [cudnn] * 4, moved, flops)
-    yield Case(f"{name} torch varlen_attn", [varlen] * 4, moved, flops)
 
 
 def _layers(heads: int, lens: tuple[int, ...], table: torch.Tensor, block_size: int) -> list[Layer]:

@@ -41,10 +41,11 @@ class Split:
     programs: int
     heads: int  # of a program
     keys: int  # of a tile
-    least: int  # tiles that a program takes: merging costs as much as reading a few more
+    least: int  # tiles that a program takes of long sequences: merging costs as much as reading a few more
     warps: int
     stages: int
     registers: int | None = None  # of a thread at most
+    ahead: int = 2  # tiles that a program asks for before the queries are there
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,26 +228,28 @@ def decode(
         absorbed, q, cache, plan.table, plan.seq_lens, plan.plan, plan.parts, plan.lse,
         plan.sequences, q.stride(0), q.stride(1), plan.table.stride(0), scale * math.log2(math.e),
         NOPE=nope, HEADS=heads, BLOCK_H=split.heads, RANK=rank, ROPE=q.shape[2] - nope, BLOCK_SIZE=plan.block_size,
-        TILE=split.keys, STAGES=split.stages, PRECISION=_precision(q), PDL=pdl, launch_pdl=pdl, num_warps=split.warps,
-        maxnreg=split.registers,
+        TILE=split.keys, STAGES=split.stages, AHEAD=split.ahead, PRECISION=_precision(q), PDL=pdl, launch_pdl=pdl,
+        num_warps=split.warps, maxnreg=split.registers,
     )  # fmt: skip
     parts, tokens = (plan.parts, plan.lse, plan.plan), plan.sequences
     if tokens < many:
         columns = min(32, triton.next_power_of_2(value))
         kernel.merged_values_kernel[(heads, tokens, triton.cdiv(value, columns))](
             *parts, expansion.weight, out, split.programs, out.stride(0),
-            HEADS=heads, NOPE=nope, VALUE=value, RANK=rank, COLUMNS=columns, PARTS=PARTS, PDL=pdl, launch_pdl=pdl,
+            HEADS=heads, NOPE=nope, VALUE=value, RANK=rank, COLUMNS=columns, PARTS=PARTS, STAGES=3,
+            PDL=pdl, launch_pdl=pdl,
         )  # fmt: skip
         return
     merged = torch.empty_like(absorbed)
     kernel.merge_kernel[(heads, tokens)](
         *parts, merged, split.programs, HEADS=heads, RANK=rank, PARTS=PARTS, PDL=pdl, launch_pdl=pdl
     )
-    rows, columns = _tile_rows(tokens), max(16, min(32 if tokens <= 64 else 128, triton.next_power_of_2(value)))
+    side = 32 if tokens <= 64 else 64
+    rows, columns = min(side, _tile_rows(tokens)), max(16, min(side, triton.next_power_of_2(value)))
     kernel.values_kernel[(heads, triton.cdiv(tokens, rows), triton.cdiv(value, columns))](
         merged, expansion.weight, out, tokens, out.stride(0),
-        HEADS=heads, NOPE=nope, VALUE=value, RANK=rank, ROWS=rows, COLUMNS=columns, INNER=min(rank, 128),
-        PRECISION=_precision(q), PDL=pdl, launch_pdl=pdl,
+        HEADS=heads, NOPE=nope, VALUE=value, RANK=rank, ROWS=rows, COLUMNS=columns, PRECISION=_precision(q),
+        PDL=pdl, launch_pdl=pdl, num_warps=8,
     )  # fmt: skip
 
 

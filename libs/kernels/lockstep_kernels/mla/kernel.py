@@ -5,6 +5,9 @@ Prompts are expanded: every head has keys and values of its own, and a program a
 A decode step is absorbed: the weights that would expand a latent into keys meet the queries instead, those that would expand it
 into values meet the result. So all heads share one key of rank + rope values, of which the first `rank` are the value too, and
 a step reads each cached latent once.
+
+Plan and block tables are read before `wait`: nothing runs beside `plan_kernel`, which is launched as an ordinary kernel, so both
+are complete when any kernel after it starts.
 """
 
 # Triton's language has no types, and a kernel's parameters none that Python knows.
@@ -15,6 +18,10 @@ import triton.language as tl
 
 from lockstep_kernels.dependent import release, wait
 
+SHORT = tl.constexpr(
+    64
+)  # tiles: sequences of so few are cut as finely as there are programs, as merging all parts costs little
+
 
 @triton.jit(do_not_specialize=["sequences", "limit"])
 def plan_kernel(lens_ptr, plan_ptr, sequences, limit, LEAST: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
@@ -24,7 +31,8 @@ def plan_kernel(lens_ptr, plan_ptr, sequences, limit, LEAST: tl.constexpr, TILE:
     lens = tl.minimum(tl.load(lens_ptr + i, mask=i < sequences, other=0), limit).to(tl.int32)
     tiles = tl.cdiv(lens, TILE)
     ends = tl.cumsum(tiles, 0)
-    share = tl.maximum(tl.cdiv(tl.sum(tiles, 0), programs), LEAST)
+    least = tl.minimum(LEAST, tl.cdiv(tl.max(tiles, 0), SHORT))
+    share = tl.maximum(tl.cdiv(tl.sum(tiles, 0), programs), least)
     known = i < sequences
     first = tl.sum(((ends <= program * share) & known).to(tl.int32), 0)
     stop = tl.sum(tl.where(i == first, ends, 0), 0)
@@ -129,24 +137,41 @@ def finish_kernel(
         )  # fmt: skip
 
 
+@triton.jit
+def _prefetch(ptr, count: tl.constexpr):
+    """Brings `count` neighbours into the L2 cache, which a kernel that waits has time for; what changes there is seen."""
+    line: tl.constexpr = 1024 // ptr.dtype.element_ty.primitive_bitwidth
+    lines: tl.constexpr = (count + line - 1) // line
+    at = ptr + tl.minimum(tl.arange(0, triton.next_power_of_2(lines)), lines - 1) * line
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
 @triton.jit(do_not_specialize=["sequences", "table_row"])
 def decode_kernel(
     absorbed_ptr, q_ptr, cache_ptr, table_ptr, lens_ptr, plan_ptr, parts_ptr, lse_ptr,
     sequences, q_token, q_head, table_row, scale,
     NOPE: tl.constexpr, HEADS: tl.constexpr, BLOCK_H: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Scores are [keys, heads] and results [rank, heads]: the keys and the rank fill the rows of matrix instructions, and the
     few heads are their columns, of which there may be as few as eight."""
     release(PDL)
-    wait(PDL)
     program, programs = tl.program_id(0), tl.num_programs(0)
-    starts = plan_ptr + 4 * programs + 1
-    share = tl.load(plan_ptr + 4 * programs)
-    sequence, start = tl.load(plan_ptr + 4 * program), tl.load(plan_ptr + 4 * program + 1)
-    stop, length = tl.load(plan_ptr + 4 * program + 2), tl.load(plan_ptr + 4 * program + 3)
+    starts, own = plan_ptr + 4 * programs + 1, plan_ptr + 4 * program
+    share = tl.load(plan_ptr + 4 * programs, cache_modifier=".cg")
+    sequence, start = tl.load(own, cache_modifier=".cg"), tl.load(own + 1, cache_modifier=".cg")
+    stop, length = tl.load(own + 2, cache_modifier=".cg"), tl.load(own + 3, cache_modifier=".cg")
     tile = program * share
-    end = tl.minimum(tile + share, tl.load(starts + sequences))
+    end = tl.minimum(tile + share, tl.load(starts + sequences, cache_modifier=".cg"))
+    if PDL and BLOCK_SIZE >= TILE and tile < end:
+        for n in tl.static_range(AHEAD):
+            j = (tl.minimum(tile + n, tl.minimum(end, stop) - 1) - start) * TILE
+            block = tl.load(table_ptr + sequence.to(tl.int64) * table_row + j // BLOCK_SIZE, cache_modifier=".cg")
+            _prefetch(cache_ptr + (block * BLOCK_SIZE + j % BLOCK_SIZE) * (RANK + ROPE), TILE * (RANK + ROPE))
+    wait(PDL)
     if tile >= end:
         return
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -199,20 +224,25 @@ def decode_kernel(
 
 
 @triton.jit
+def _parts_of(plan_ptr, programs, sequence):
+    """The first program that has a part of a sequence, and how many have one."""
+    starts = plan_ptr + 4 * programs + 1 + sequence
+    share = tl.load(plan_ptr + 4 * programs, cache_modifier=".cg")
+    start, end = tl.load(starts, cache_modifier=".cg"), tl.load(starts + 1, cache_modifier=".cg")
+    first = start // share
+    return first, tl.where(end > start, (end - 1) // share - first + 1, 0)
+
+
+@triton.jit
 def _merged(
-    parts_ptr, lse_ptr, plan_ptr, programs, sequence, head,
-    HEADS: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr,
+    parts_ptr, lse_ptr, first, count, sequence, head,
+    HEADS: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """float32 [RANK] of one sequence and head, from PARTS parts at a time; zeros if the sequence has no positions."""
     i, p = tl.arange(0, RANK), tl.arange(0, PARTS)
-    starts = plan_ptr + 4 * programs + 1 + sequence
-    share = tl.load(plan_ptr + 4 * programs)
-    start, end = tl.load(starts), tl.load(starts + 1)
-    first = start // share
-    count = tl.where(end > start, (end - 1) // share - first + 1, 0)
     best, sum = -float("inf"), 0.0
     mixed = tl.zeros((RANK,), tl.float32)
-    for j in range(0, count, PARTS):
+    for j in tl.range(0, count, PARTS, num_stages=STAGES):
         part = (first + sequence + j + p).to(tl.int64) * HEADS + head
         there = j + p < count
         lse = tl.load(lse_ptr + part, mask=there, other=-float("inf"))
@@ -233,9 +263,10 @@ def merge_kernel(
 ):  # fmt: skip
     """merged [B, HEADS, RANK]: what the programs have of each sequence, together. A program: one sequence and head."""
     release(PDL)
-    wait(PDL)
     head, sequence = tl.program_id(0), tl.program_id(1)
-    mixed = _merged(parts_ptr, lse_ptr, plan_ptr, programs, sequence, head, HEADS, RANK, PARTS)
+    first, count = _parts_of(plan_ptr, programs, sequence)
+    wait(PDL)
+    mixed = _merged(parts_ptr, lse_ptr, first, count, sequence, head, HEADS, RANK, PARTS, 1)
     to = merged_ptr + (sequence.to(tl.int64) * HEADS + head) * RANK + tl.arange(0, RANK)
     tl.store(to, mixed.to(merged_ptr.dtype.element_ty))
 
@@ -244,23 +275,20 @@ def merge_kernel(
 def values_kernel(
     merged_ptr, weight_ptr, out_ptr, tokens, out_token,
     HEADS: tl.constexpr, NOPE: tl.constexpr, VALUE: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    COLUMNS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out = merged [tokens, HEADS, RANK] times the weights that expand values. A program: a tile of one head's."""
     release(PDL)
-    wait(PDL)
     head = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    column, k = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, INNER)
+    column, k = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, RANK)
     known = (row < tokens)[:, None]
     inside = column < VALUE
-    source = merged_ptr + (row[:, None].to(tl.int64) * HEADS + head) * RANK + k[None, :]
     weights = weight_ptr + (head * (NOPE + VALUE) + NOPE + column[:, None]) * RANK + k[None, :]
-    y = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for j in tl.range(0, RANK, INNER, num_stages=3):
-        x = tl.load(source + j, mask=known, other=0.0)
-        w = tl.load(weights + j, mask=inside[:, None], other=0.0)
-        y = tl.dot(x, tl.trans(w), y, input_precision=PRECISION)
+    w = tl.load(weights, mask=inside[:, None], other=0.0)
+    wait(PDL)
+    x = tl.load(merged_ptr + (row[:, None].to(tl.int64) * HEADS + head) * RANK + k[None, :], mask=known, other=0.0)
+    y = tl.dot(x, tl.trans(w), input_precision=PRECISION)
     to = out_ptr + row[:, None].to(tl.int64) * out_token + head * VALUE + column[None, :]
     tl.store(to, y.to(out_ptr.dtype.element_ty), mask=known & inside[None, :])
 
@@ -269,7 +297,7 @@ def values_kernel(
 def merged_values_kernel(
     parts_ptr, lse_ptr, plan_ptr, weight_ptr, out_ptr, programs, out_token,
     HEADS: tl.constexpr, NOPE: tl.constexpr, VALUE: tl.constexpr, RANK: tl.constexpr, COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Both in one, for a few sequences. A program: one sequence, one head, some columns of its value."""
     release(PDL)
@@ -280,8 +308,9 @@ def merged_values_kernel(
         weight_ptr + (head.to(tl.int64) * (NOPE + VALUE) + NOPE + column[:, None]) * RANK + i[None, :],
         mask=inside[:, None], other=0.0,
     )  # fmt: skip
+    first, count = _parts_of(plan_ptr, programs, sequence)
     wait(PDL)
-    mixed = _merged(parts_ptr, lse_ptr, plan_ptr, programs, sequence, head, HEADS, RANK, PARTS)
+    mixed = _merged(parts_ptr, lse_ptr, first, count, sequence, head, HEADS, RANK, PARTS, STAGES)
     y = tl.sum(w.to(tl.float32) * mixed[None, :], 1)
     to = out_ptr + sequence.to(tl.int64) * out_token + head * VALUE + column
     tl.store(to, y.to(out_ptr.dtype.element_ty), mask=inside)

@@ -46,6 +46,11 @@ class Request:
         return len(self.prompts) * self.n
 
     @property
+    def scored(self) -> bool:
+        """Whether prompts' log probabilities are part of the answer."""
+        return self.prompts[0].sampling.prompt_logprobs >= 0
+
+    @property
     def prompt_tokens(self) -> int:
         return sum(len(prompt.ids) for prompt in self.prompts)
 

@@ -35,9 +35,10 @@ class NullModel:
 
     name = "null"
     routed_experts = False
+    deterministic = True
     generated_reusable = True
     captures_prefill = False
-    captured_prefix = None
+    captured_prefix: int | None = None
 
     def __init__(self, step_ms: float, *, vocab_size: int, max_model_len: int, device: torch.device) -> None:
         self.vocab_size = vocab_size

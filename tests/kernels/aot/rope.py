@@ -29,3 +29,8 @@ def variants() -> Iterator[tuple[str, Callable[[], Any]]]:
             gain = torch.empty(queries + keys, width) if normed else None
             call = partial(kernel.rotate_and_store_, qkv, cache, table, table, index, index, gain, 1e-6, pdl=True)
             yield from launches.variants(f"{model} {dtype}", call, 1)
+        narrow, scale = cache.to(torch.float8_e4m3fn), torch.empty(2, keys)
+        call = partial(
+            kernel.rotate_and_store_, qkv, narrow, table, table, index, index, gain, 1e-6, kv_scale=scale, pdl=True
+        )
+        yield from launches.variants(f"{model} into a cache of 8 bits", call, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from lockstep_common.steps import PromptChunk, PromptScores, Sampling
 from lockstep_worker import scoring
+from lockstep_worker.rows import ChunkPass
 from lockstep_worker.scoring import Scored, score
 from tests.unit.worker.toy import VOCAB, Choice, Mode, PlanDriver, ToyModel, hashed_logits, make_runner
 
@@ -84,6 +86,23 @@ def test_a_row_that_comes_back_is_scored_again_only_if_it_asks() -> None:
     driver.add({1: choice}, chunk=5)
     driver.settle()
     same(of_row(driver.prompts, 1), expected(PROMPTS[0], 1))
+
+
+def test_captured_passes_are_for_rows_that_are_not_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Captured:
+        """Replays nothing, but says what it was asked for."""
+
+        asked: ClassVar[list[list[int]]] = []
+
+        def logits(self, chunks: ChunkPass) -> None:
+            self.asked.append(chunks.rows.tolist())
+
+    runner = make_runner(ToyModel())
+    monkeypatch.setattr(runner, "_prefill_graphs", Captured())
+    driver = PlanDriver(runner)
+    driver.add({0: Choice((1, 2, 3), Sampling(prompt_logprobs=0), limit=20), 1: Choice((4, 5), limit=20)})
+    driver.add({2: Choice((1, 2, 3), limit=20)})
+    assert Captured.asked == [[2]]
 
 
 def test_more_best_tokens_than_there_are() -> None:

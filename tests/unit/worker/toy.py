@@ -56,9 +56,10 @@ class ToyModel:
     vocab_size = VOCAB
     max_model_len = MAX_LEN
     routed_experts = False
+    deterministic = True
     generated_reusable = True
     captures_prefill = False
-    captured_prefix = None
+    captured_prefix: int | None = None
     config_hash = "toy"
 
     def __init__(self, logits_of: Logits = hashed_logits) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 from typing import Final
 
 from starlette.responses import Response
@@ -50,7 +51,8 @@ class Answer(Response):
                 if self._request.stream:
                     await self._stream(generation, shape, send)
                 else:
-                    body = shape.answer(await generation.finished(), generation.usage())
+                    deltas = await generation.finished()
+                    body = await self._formatted(lambda: shape.answer(deltas, generation.usage()))
                     with contextlib.suppress(TimeoutError):
                         await _send_whole(send, body)
             finally:
@@ -70,15 +72,13 @@ class Answer(Response):
 
     async def _events(self, generation: Generation, shape: Shape, send: Send) -> None:
         """Sends what comes until all is over; TimeoutError if the client takes nothing for STALL_SECONDS."""
-        continuous = self._request.continuous_usage
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(STALL_SECONDS) as stall:
             renewed = loop.time()
             while True:
                 news = await generation.changed(PING_SECONDS)
                 over = generation.over
-                usage = generation.usage() if continuous else None
-                data = b"".join([shape.events(index, delta, usage) for index, delta in generation.take()])
+                data = await self._news(generation, shape)
                 if over:
                     await _send_part(send, data + self._ending(generation, shape), more=False)
                     return
@@ -88,6 +88,16 @@ class Answer(Response):
                 if now - renewed > STALL_SECONDS / 4:  # not each time: it costs more than a chunk
                     renewed = now
                     stall.reschedule(now + STALL_SECONDS)
+
+    async def _news(self, generation: Generation, shape: Shape) -> bytes:
+        """The events of what has come since the last call."""
+        usage = generation.usage() if self._request.continuous_usage else None
+        news = generation.take()
+        return await self._formatted(lambda: b"".join([shape.events(index, delta, usage) for index, delta in news]))
+
+    async def _formatted(self, form: Callable[[], bytes]) -> bytes:
+        """Log probabilities of long prompts take a while to write down: beside the event loop."""
+        return await asyncio.to_thread(form) if self._request.scored else form()
 
     def _ending(self, generation: Generation, shape: Shape) -> bytes:
         if generation.error is not None:

@@ -99,6 +99,7 @@ def tuning() -> Iterator[Case]:
             for change in changes:
                 yield from decode_parts(heads, lens, split=replace(chosen, **change), what=str(change), finish=False)
     for tiling in (
+        cuda.choose_tiling(DTYPE),
         cuda.Tiling(128, 64, 8, 2),
         cuda.Tiling(128, 128, 8, 2),
         cuda.Tiling(64, 64, 4, 3),
@@ -166,10 +167,10 @@ def prompt_case(
     table = _table(lens, 64)
     layer = _layer(heads, sum(new for _, new in spans), int(table.max()), 64)
     batch = LatentBatch(False, tuple(new for _, new in spans), lens, torch.tensor(lens, device=DEVICE), table, 64)
-    prepared = replace(
-        _prepared(table, spans, 64),
-        plan=cuda.plan_prompts(batch, layer.expansion, DTYPE, tiling or cuda.choose_tiling(DTYPE)),
-    )
+    plan: object = cuda.prepare(batch, layer.expansion, ROPE, DTYPE)
+    if tiling is not None:
+        plan = cuda.plan_prompts(batch, layer.expansion, DTYPE, tiling)
+    prepared = replace(_prepared(table, spans, 64), plan=plan)
 
     def run(layer: Layer) -> torch.Tensor:
         attention(

@@ -31,7 +31,7 @@ def plan_kernel(lens_ptr, plan_ptr, sequences, limit, LEAST: tl.constexpr, TILE:
     lens = tl.minimum(tl.load(lens_ptr + i, mask=i < sequences, other=0), limit).to(tl.int32)
     tiles = tl.cdiv(lens, TILE)
     ends = tl.cumsum(tiles, 0)
-    least = tl.minimum(LEAST, tl.cdiv(tl.max(tiles, 0), SHORT))
+    least = tl.maximum(tl.minimum(LEAST, tl.cdiv(tl.max(tiles, 0), SHORT)), 1)
     share = tl.maximum(tl.cdiv(tl.sum(tiles, 0), programs), least)
     known = i < sequences
     first = tl.sum(((ends <= program * share) & known).to(tl.int32), 0)

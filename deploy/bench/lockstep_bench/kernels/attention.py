@@ -40,7 +40,7 @@ QWEN: Final = Model("qwen3-30b-a3b", 32, 4, 128, 40960)
 SMOL: Final = Model("smollm2-135m", 9, 3, 64, 8192)
 
 # sequences of each length
-DECODE: Final = (
+DECODE: Final[tuple[tuple[Model, tuple[int, ...]], ...]] = (
     (LLAMA, (128,)),
     (LLAMA, (384,)),
     (LLAMA, (1024,)),
@@ -49,24 +49,29 @@ DECODE: Final = (
     (LLAMA, (1088,) * 64),
     (LLAMA, (640,) * 256),
     (LLAMA, (32768,) + (512,) * 63),
-    (QWEN, (256,)),
     (QWEN, (1088,) * 64),
     (QWEN, (640,) * 256),
-    (SMOL, (256,)),
     (SMOL, (1088,) * 64),
     (SMOL, (640,) * 256),
 )
-# (tokens before, new tokens) of each
+# other ways to cut the work than the chosen one
+SPLITS: Final[tuple[tuple[Model, tuple[int, ...], dict[str, Any]], ...]] = (
+    (LLAMA, (1024,), {"ahead": False}),
+    (LLAMA, (8192,), {"whole": False}),
+    (LLAMA, (1088,) * 64, {"resident": 4, "whole": True}),
+    (LLAMA, (1088,) * 64, {"resident": 4, "keys": 32, "stages": 4, "registers": 128}),
+    (QWEN, (1088,) * 64, {"whole": False}),
+    (QWEN, (640,) * 256, {"resident": 8}),
+    (SMOL, (1088,) * 64, {"whole": False}),
+    (SMOL, (1088,) * 64, {"cut": 0}),
+    (SMOL, (640,) * 256, {"resident": 6}),
+)
+# (tokens before, new tokens) of each, and the ways to compute them
 PREFILL: Final = (
-    (LLAMA, ((0, 4096),)),
-    (LLAMA, ((0, 4096),) * 4),
-    (LLAMA, ((0, 1024),) * 16),
-    (LLAMA, ((0, 512),) * 32),
-    (LLAMA, ((12288, 4096),)),
-    (LLAMA, tuple((0, n) for n in (100, 3000, 700, 5000, 64, 1500))),
-    (QWEN, ((0, 4096),) * 4),
-    (SMOL, ((0, 4096),) * 4),
-    (SMOL, ((0, 512),) * 32),
+    (LLAMA, ((0, 4096),) * 4, ("given", "paged")),
+    (LLAMA, ((0, 512),) * 32, ("given", "paged", "captured")),
+    (LLAMA, ((12288, 4096),), ("paged",)),
+    (LLAMA, tuple((0, n) for n in (100, 3000, 700, 5000, 64, 1500)), ("given", "captured")),
 )
 
 
@@ -83,31 +88,33 @@ class Layer:
 def cases() -> Iterator[Case]:
     for model, lens in DECODE:
         yield decode_case(model, lens)
-    yield decode_by_torch(LLAMA, 1088, 64)
     yield decode_case(LLAMA, (1088,) * 64, deterministic=True)
-    yield decode_case(LLAMA, (1088,) * 64, block_size=16)
-    for model, spans in PREFILL:
-        yield prefill_case(model, spans, new_kv=True)
-        yield prefill_case(model, spans, new_kv=False)
+    for model, lens, change in SPLITS:
+        yield decode_case(model, lens, **change)
+    for model, spans, ways in PREFILL:
+        for way in ways:
+            yield prefill_case(model, spans, way=way)
+
+
+def beside() -> Iterator[Case]:
+    """Torch's own kernels."""
+    yield decode_by_torch(LLAMA, 1088, 64)
+    for model, spans, _ in PREFILL:
         yield from prefill_by_torch(model, spans)
 
 
 def tuning() -> Iterator[Case]:
-    """Other ways to cut the work, to be compared with the chosen one."""
-    chosen = cuda.choose_split(128, DTYPE, DEVICE, deterministic=False)
-    sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    """Further ways to cut the work, to be compared with the chosen one."""
+    changes: tuple[dict[str, Any], ...] = (
+        {"resident": 2},
+        {"resident": 2, "stages": 4, "registers": 255},
+        {"stages": 2},
+        {"cut": 2},
+        {"cut": 8},
+    )
     for lens in ((384,), (8192,), (1088,) * 64, (640,) * 256):
-        for change in (
-            {"programs": sms},
-            {"programs": 2 * sms},
-            {"programs": 4 * sms, "keys": 32, "least": 8},
-            {"programs": 2 * sms, "stages": 4},
-            {"stages": 2},
-            {"least": 1},
-            {"least": 2},
-            {"least": 8},
-        ):
-            yield decode_case(LLAMA, lens, split=replace(chosen, **change), what=str(change))
+        for change in changes:
+            yield decode_case(LLAMA, lens, **change)
     for tiling in (
         cuda.Tiling(128, 64, 8, 3, described=True),
         cuda.Tiling(128, 64, 8, 3, described=True, parts=2),
@@ -116,8 +123,9 @@ def tuning() -> Iterator[Case]:
         cuda.Tiling(128, 128, 8, 2, described=False),
         cuda.Tiling(64, 64, 4, 2, described=True),
     ):
-        yield prefill_case(LLAMA, ((0, 4096),) * 4, new_kv=False, tiling=tiling, what=str(tiling))
-        yield prefill_case(SMOL, ((0, 4096),) * 4, new_kv=False, tiling=tiling, what=str(tiling))
+        for model in (LLAMA, SMOL):
+            for spans in (((0, 4096),) * 4, ((0, 512),) * 32):
+                yield prefill_case(model, spans, way="paged", tiling=tiling)
 
 
 def decode_case(
@@ -126,10 +134,9 @@ def decode_case(
     *,
     block_size: int = 64,
     deterministic: bool = False,
-    split: cuda.Split | None = None,
-    what: str = "",
+    **change: Any,
 ) -> Case:
-    """A captured step: the host knows no lengths, and its bound is the model's."""
+    """A captured step: the host knows no lengths, and its bound is the model's. `change`: of the chosen split."""
     table = _table(lens, block_size, -(-model.max_len // block_size))
     batch = PagedBatch((), (), table, block_size, torch.tensor(lens, device=DEVICE), model.max_len)
     plan = cuda.prepare(
@@ -141,7 +148,7 @@ def decode_case(
         device=DEVICE,
         deterministic=deterministic,
         new_kv=False,
-        split=split,
+        split=replace(cuda.choose_split(model.width, DTYPE, DEVICE, deterministic), **change),
     )
     size = sum(lens) * model.token_bytes
     count = min(MOST_RUNS, max(2, WORKING_SET // size))
@@ -149,7 +156,7 @@ def decode_case(
     known = PagedBatch((1,) * len(lens), lens, table, block_size)
     out = torch.empty(len(lens), model.heads * model.width, dtype=DTYPE, device=DEVICE)
     scale = model.width**-0.5
-    name = f"decode {model.name} {_counted(lens)}{' deterministic' * deterministic} blocks of {block_size} {what}"
+    name = f"decode {model.name} {_counted(lens)}{' deterministic' * deterministic} {_changes(change)}"
     runs = [partial(cuda.attention, layer.q, layer.cache, plan, scale, out, None) for layer in layers]
     return Case(name.rstrip(), runs, bytes=size, check=partial(_error, layers[0], known, runs[0], scale))
 
@@ -172,16 +179,24 @@ def prefill_case(
     model: Model,
     spans: tuple[tuple[int, int], ...],
     *,
-    new_kv: bool,
-    block_size: int = 64,
+    way: str,
     tiling: cuda.Tiling | None = None,
-    what: str = "",
+    block_size: int = 64,
 ) -> Case:
-    """`new_kv`: as the engine calls it; otherwise everything by the Triton kernel."""
+    """`way`: "given", new keys and values are at hand, as in the engine; "paged", all by the Triton kernel; "captured", that
+    kernel with lengths on the device alone, and as many further rows as pad the tokens to a multiple of 512."""
     lens = tuple(before + new for before, new in spans)
+    tokens = sum(new for _, new in spans)
     table = _table(lens, block_size)
-    batch = PagedBatch(tuple(new for _, new in spans), lens, table, block_size)
-    layer = _layer(model, sum(new for _, new in spans), int(table.max()), block_size)
+    known = batch = PagedBatch(tuple(new for _, new in spans), lens, table, block_size)
+    rows = tokens
+    if way == "captured":
+        rows = -(-tokens // 512) * 512
+        starts = torch.tensor([0, *itertools.accumulate(known.query_lens)], device=DEVICE)
+        batch = PagedBatch(
+            (), (), table, block_size, torch.tensor(lens, device=DEVICE), query_starts=starts, tokens=rows
+        )
+    layer = _layer(model, rows, int(table.max()), block_size)
     _store(layer, spans, table, block_size)
     plan = cuda.prepare(
         batch,
@@ -191,20 +206,19 @@ def prefill_case(
         dtype=DTYPE,
         device=DEVICE,
         deterministic=False,
-        new_kv=new_kv,
+        new_kv=way == "given",
         tiling=tiling,
     )
     scale = model.width**-0.5
-    given = (layer.k, layer.v) if new_kv else None
-    run = partial(cuda.attention, layer.q, layer.cache, plan, scale, None, given)
-
-    how = "as given" if new_kv else "paged"
+    run = partial(
+        cuda.attention, layer.q, layer.cache, plan, scale, None, (layer.k, layer.v) if way == "given" else None
+    )
     return Case(
-        f"prefill {model.name} {_counted(spans)} {how} {what}".rstrip(),
+        f"prefill {model.name} {_counted(spans)} {way} {tiling or ''}".rstrip(),
         [run] * 4,
-        bytes=sum(lens) * model.token_bytes + 2 * layer.q.numel() * DTYPE.itemsize,
+        bytes=sum(lens) * model.token_bytes + 2 * tokens * model.heads * model.width * DTYPE.itemsize,
         flops=_flops(model, spans),
-        check=partial(_error, layer, batch, run, scale) if max(lens) <= 8192 else None,
+        check=partial(_error, layer, known, run, scale) if max(lens) <= 8192 else None,
     )
 
 
@@ -268,9 +282,10 @@ def _store(layer: Layer, spans: tuple[tuple[int, int], ...], table: torch.Tensor
 
 def _error(layer: Layer, batch: PagedBatch, run: Callable[[], torch.Tensor], scale: float) -> float:
     """The largest one. Raises AssertionError if it is more than rounding the weights and the result explains."""
-    expected = torch.empty(len(layer.q), layer.q[0].numel(), device=DEVICE)
-    reference.attention(layer.q, layer.cache, batch, scale, expected)
-    out = run().float()
+    tokens = sum(batch.query_lens)
+    expected = torch.empty(tokens, layer.q[0].numel(), device=DEVICE)
+    reference.attention(layer.q[:tokens], layer.cache, batch, scale, expected)
+    out = run()[:tokens].float()
     torch.testing.assert_close(out, expected, rtol=2**-7, atol=2**-7)
     return float((out - expected).abs().max())
 
@@ -278,6 +293,10 @@ def _error(layer: Layer, batch: PagedBatch, run: Callable[[], torch.Tensor], sca
 def _flops(model: Model, spans: tuple[tuple[int, int], ...]) -> float:
     """Two products of each query with each key that it sees."""
     return 4.0 * model.heads * model.width * sum(new * before + new * (new + 1) / 2 for before, new in spans)
+
+
+def _changes(change: dict[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in change.items())
 
 
 def _counted(items: tuple[Any, ...]) -> str:

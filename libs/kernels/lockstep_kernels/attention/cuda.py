@@ -23,7 +23,6 @@ from lockstep_kernels import dependent
 from lockstep_kernels.attention import kernel
 from lockstep_kernels.attention.batch import PagedBatch
 
-REGISTERS: Final = 512  # of a thread, among all decode programs of a multiprocessor
 MERGED: Final = 8192  # partial sums that a program merges at a time
 DENSE_FROM: Final = 512  # tokens from which on cuDNN is faster
 DENSE_UNIT: Final = 512  # cuDNN prepares a plan for each length it meets: let there be few
@@ -48,12 +47,14 @@ class Split:
 
     processors: int
     keys: int  # of a tile
-    resident: int = 3  # programs that a multiprocessor holds at a time
+    resident: int = 3  # programs for each multiprocessor, which holds them all at a time
     cut: int = 4  # tiles that a program could read while a pair is merged
     whole: bool = True  # where it is faster, no program works on two pairs
     fixed: int = 0  # not 0: tiles of a split whose bounds depend on its sequence's length alone
     most: int = 16  # of those a sequence has; longer ones have longer splits
     stages: int = 3
+    registers: int = 168  # of a thread: 512 among all programs that a multiprocessor holds
+    ahead: bool = True  # as `decode_kernel` says
 
     @property
     def programs(self) -> int:
@@ -159,7 +160,9 @@ def attention(
 @functools.cache
 def choose_split(head_dim: int, dtype: torch.dtype, device: torch.device, deterministic: bool) -> Split:
     """Tiles of 16 KiB of 16-bit keys and as much of values, two of them on their way for each of three programs."""
-    keys = min(128, max(16, 16384 // (_columns(head_dim) * max(2, dtype.itemsize))))
+    keys = min(128 if head_dim > 32 else 64, 8192 // _columns(head_dim))
+    if dtype.itemsize > 2:
+        keys = 16  # products of float32 are not for tensor cores: they take registers
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     return Split(processors, keys, fixed=256 // keys if deterministic else 0)
 
@@ -171,7 +174,7 @@ def choose_tiling(head_dim: int, dtype: torch.dtype, block_size: int) -> Tiling:
     one before it.
     """
     if dtype.itemsize > 2:
-        return Tiling(32, 32, 4, 2, described=False)
+        return Tiling(16, 16, 4, 2, described=False)
     if head_dim > 128:
         return Tiling(64, 32, 4, 2, described=False)
     if block_size % 64 == 0 and head_dim == _columns(head_dim):
@@ -223,9 +226,10 @@ def _plan_decode(
             "TILE": split.keys,
             "CHUNK": max(2, min(16, MERGED // (few_rows * _columns(head_dim)))),
             "STAGES": split.stages,
+            "AHEAD": split.ahead and dependent.supported(device),
             "PDL": dependent.supported(device),
             "launch_pdl": dependent.supported(device),
-            "maxnreg": min(255, REGISTERS // split.resident // 8 * 8),
+            "maxnreg": split.registers,
             **fixed,
         },
     )

@@ -183,6 +183,41 @@ def _key_offsets(blocks, tile, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_SI
 
 
 @triton.jit
+def _fetch_ahead(
+    cache,
+    head,
+    blocks,
+    tile,
+    any_work,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Asks for a tile's keys and values to be brought to the L2 cache, where whatever is written to them still arrives."""
+    if any_work:
+        each: tl.constexpr = 256 // cache.dtype.element_ty.primitive_bitwidth  # elements of a sector
+        columns = tl.minimum(tl.arange(0, max(1, COLUMNS // each)) * each, D - 1)
+        at = (
+            cache
+            + head * (BLOCK_SIZE * D)
+            + _key_offsets(blocks, tile, KV_HEADS, D, BLOCK_SIZE, TILE)
+            + columns[None, :]
+        )
+        for _ in tl.static_range(2):
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+                "=r,l",
+                [at.to(tl.int64)],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+            at += KV_HEADS * BLOCK_SIZE * D
+
+
+@triton.jit
 def _stats(stats, part, first, parts, step, later, GROUP: tl.constexpr, ROWS: tl.constexpr):
     """Highest scores and sums of weights [n, ROWS] of parts [n] of a pair, and their slots [n]. Beyond `parts` they are none."""
     rows = tl.arange(0, ROWS)
@@ -260,6 +295,7 @@ def decode_kernel(
     UNIT: tl.constexpr,
     MOST: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,  # whether the first keys and values are asked for while the kernel before this one runs
     PDL: tl.constexpr,
 ):
     """One new token of each sequence against all its keys."""
@@ -272,12 +308,16 @@ def decode_kernel(
     length = tl.load(starts + 8 * program + 4)
     earlier = tl.load(starts + 8 * program + 5)
     size = tl.load(starts + 8 * program + 6)
+    # Of the tile that comes next. Schedule and tables may be read before the wait: they are older than the zeros of `arrived`,
+    # which no kernel overtakes, as they are written by one that is launched the ordinary way.
     blocks = _first_blocks(
         table, table_stride, sequence, count, length, unit, size, BLOCK_SIZE, TILE, FIXED, UNIT, MOST
-    )  # of the tile that comes next: ahead of time, as it takes a while
-    wait(
-        PDL
-    )  # not earlier: schedule and tables are older than `arrived`, whose zeros were not launched ahead of their time
+    )
+    if AHEAD:
+        _, first_size, _ = _units(length, size, TILE, FIXED, UNIT, MOST)
+        any_work = (share > 0) & (sequence < count)
+        _fetch_ahead(cache, head, blocks, unit * first_size, any_work, KV_HEADS, D, BLOCK_SIZE, COLUMNS, TILE)
+    wait(PDL)
     rows, columns, keys = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, TILE)
     inside = (rows < GROUP)[:, None] & (columns < D)[None, :]
     here = rows[:, None] * D + columns[None, :]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -96,6 +98,22 @@ def check_tokens(logits: torch.Tensor, index: torch.Tensor, tables: RowTables, f
         noisy = scores[i] + noise[i]
         best = noisy.masked_fill(~surely_kept, -torch.inf).max()
         assert (surely_kept | at_the_edge)[token] and noisy[token] > best - 1e-5, (rows[i], token)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def workspaces_hold_anything() -> Iterator[None]:
+    """What nobody wrote is NaN, or an index far away; so whoever reads it is noticed."""
+    empty = torch.empty
+
+    def garbage(*args: Any, **options: Any) -> torch.Tensor:
+        made = empty(*args, **options)
+        if made.dtype == torch.bool:
+            return made.fill_(True)
+        return made.fill_(torch.nan if made.is_floating_point() else torch.iinfo(made.dtype).max // 2)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", garbage)
+        yield
 
 
 # Greedy
@@ -216,17 +234,45 @@ def test_noise_is_that_of_the_reference() -> None:
     assert torch.equal(rows_kernel.sample_rows(logits, index, tables, positions, None)[0], want)
 
 
-def test_rows_that_are_not_finite_are_bad_and_alone() -> None:
-    everything = Feature.RANDOM | Feature.TOP_K | Feature.TOP_P | Feature.MIN_P | Feature.PENALTIES
-    for features in (Feature(0), everything):
-        tables = tables_of(5, 101, [features])
-        logits = logits_of(5, 101, 1)
-        expected = rows_kernel.sample_rows(logits.clone(), torch.arange(5, device=DEVICE), tables, None, None)[0]
-        logits[1, 7], logits[2], logits[3, 9] = torch.nan, -torch.inf, torch.inf
-        tokens, bad = rows_kernel.sample_rows(logits, torch.arange(5, device=DEVICE), tables, None, None)
-        assert bad.tolist() == [False, True, True, True, False]
-        assert tokens[[0, 4]].tolist() == expected[[0, 4]].tolist()
-        assert ((tokens >= 0) & (tokens < 101)).all()
+NOT_NUMBERS = (
+    [torch.nan], [-torch.inf] * 101, [torch.inf], [torch.inf, torch.nan], [-torch.nan], [torch.inf] * 101, [torch.nan] * 101,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("features", RECIPES, ids=str)
+def test_rows_that_are_not_finite_are_bad_and_alone(features: Feature) -> None:
+    rows = len(NOT_NUMBERS) + 2
+    tables, index = tables_of(rows, 101, [features]), torch.arange(rows, device=DEVICE)
+    logits = logits_of(rows, 101, 1)
+    expected = rows_kernel.sample_rows(logits.clone(), index, tables, None, None)[0]
+    for row, values in enumerate(NOT_NUMBERS, 1):
+        places = torch.arange(7, 7 + len(values)) % 101
+        logits[row, places.to(DEVICE)] = torch.tensor(values, device=DEVICE)
+    tokens, bad = rows_kernel.sample_rows(logits, index, tables, None, None)
+    assert bad.tolist() == [False, *[True] * len(NOT_NUMBERS), False]
+    assert tokens[[0, -1]].tolist() == expected[[0, -1]].tolist()
+    assert ((tokens >= 0) & (tokens < 101)).all()
+
+
+@pytest.mark.parametrize("parameter", [Float.TEMPERATURE, Float.TOP_P, Float.MIN_P, Float.REPETITION, Float.FREQUENCY])
+@pytest.mark.parametrize("value", [0.0, torch.nan, torch.inf, -torch.inf, -1.0, 5.0])
+def test_no_parameter_leads_out_of_the_vocabulary(parameter: Float, value: float) -> None:
+    """Of values that no request may have, the tokens are of no account, but they are tokens."""
+    tables = tables_of(2, 101, [everything := Feature.RANDOM | Feature.TOP_K | Feature.TOP_P | Feature.MIN_P])
+    tables.ints[1, Int.FEATURES] = int(everything | Feature.PENALTIES)
+    tables.floats[:, parameter] = value
+    tokens, _ = rows_kernel.sample_rows(logits_of(2, 101, 1), torch.arange(2, device=DEVICE), tables, None, None)
+    assert ((tokens >= 0) & (tokens < 101)).all()
+
+
+def test_ids_beyond_the_vocabulary_change_no_other_row() -> None:
+    tables = tables_of(3, 101, [Feature.BIAS | Feature.MIN_TOKENS])
+    tables.ints[:, Int.MIN_LENGTH] = 1000
+    tables.stop_ids[0], tables.bias_ids[0], tables.bias_values[0] = 101 + 5, 101 + 7, 100.0
+    logits, index = logits_of(3, 101, 1), torch.arange(3, device=DEVICE)
+    before = reference.shape_rows(logits[1:].clone(), index[1:], tables, tables.lengths[1:], None)
+    rows_kernel.sample_rows(logits, index, tables, None, None)
+    assert torch.equal(logits[1:], before)
 
 
 def test_rows_of_which_nothing_is_possible_end_as_the_reference_does() -> None:

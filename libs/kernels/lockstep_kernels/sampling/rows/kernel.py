@@ -153,7 +153,7 @@ def _shape(
             entry = tl.arange(0, BIAS_PADDED)
             ids = tl.load(bias_ids_ptr + row * BIAS + entry, mask=entry < BIAS, other=-1)
             value = tl.load(bias_values_ptr + row * BIAS + entry, mask=entry < BIAS, other=0.0)
-            here = (ids >= first) & (ids < first + BLOCK) & (value != 0.0)
+            here = (ids >= first) & (ids < tl.minimum(first + BLOCK, VOCAB)) & (value != 0.0)
             tl.store(x_row + ids, tl.load(x_row + ids, mask=here, other=0.0) + value, mask=here)
             tl.debug_barrier()
         if (features & _MIN_TOKENS) != 0:
@@ -161,7 +161,7 @@ def _shape(
             if position < tl.load(ints_ptr + row * _INTS + _MIN_LENGTH_COLUMN):
                 entry = tl.arange(0, STOP_PADDED)
                 ids = tl.load(stop_ids_ptr + row * STOP_IDS + entry, mask=entry < STOP_IDS, other=-1)
-                here = (ids >= first) & (ids < first + BLOCK)
+                here = (ids >= first) & (ids < tl.minimum(first + BLOCK, VOCAB))
                 tl.store(x_row + ids, tl.full((STOP_PADDED,), float("-inf"), tl.float32), mask=here)
         tl.debug_barrier()
         x = tl.load(x_row + token, mask=listed, other=float("-inf"))
@@ -285,6 +285,19 @@ def _candidates(x, token, largest, temperature, lowest, threshold, above, noise)
 
 
 @triton.jit
+def _is_open(mass, share):
+    """Whether the tokens above a candidate, of that mass, are too likely for top-p to keep it. Not where nothing was found or
+    a number is NaN: what later stages would have to say was then never written."""
+    return (mass > 0.0) & (mass >= share)
+
+
+@triton.jit
+def _within(token, VOCAB: tl.constexpr):
+    """A token to load from: logits that are not numbers must not lead out of their row."""
+    return tl.minimum(tl.maximum(token, 0), VOCAB - 1)
+
+
+@triton.jit
 def _draw(
     x_ptr,
     index_ptr,
@@ -307,7 +320,8 @@ def _draw(
 ):
     """Stage 0 draws from all that min-p and top-k keep, a later one from what is likelier than the last candidate.
 
-    masses, bests and drawn are [n, stages, parts]. A stage leaves them as they are if an earlier candidate is good.
+    masses, bests and drawn are [n, stages, parts]. A stage leaves them as they are if an earlier candidate is good, or there
+    is none, as in rows that are not finite.
     """
     release(PDL)
     wait(PDL)
@@ -327,15 +341,16 @@ def _draw(
     found = i * STAGES * PARTS
     above = float("-inf")
     if STAGE > 0:
-        share = tl.load(floats_ptr + row * _FLOATS + _TOP_P_COLUMN) * _total(masses_ptr + found, PARTS, PADDED)
+        mass = _total(masses_ptr + found, PARTS, PADDED)
+        share = tl.load(floats_ptr + row * _FLOATS + _TOP_P_COLUMN) * mass
+        if _is_open(mass, share) == 0:
+            return
         for stage in tl.static_range(1, STAGE):
-            if _total(masses_ptr + found + stage * PARTS, PARTS, PADDED) < share:
+            if _is_open(_total(masses_ptr + found + stage * PARTS, PARTS, PADDED), share) == 0:
                 return
         last = found + (STAGE - 1) * PARTS
-        best, candidate = merged(bests_ptr + last, drawn_ptr + last, PARTS, PADDED, -1.0)
-        if best < 0:
-            return
-        above = tl.div_rn(tl.load(x_row + candidate) - largest, temperature)
+        _, candidate = merged(bests_ptr + last, drawn_ptr + last, PARTS, PADDED, -1.0)
+        above = tl.div_rn(tl.load(x_row + _within(candidate, VOCAB)) - largest, temperature)
     token = part * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_row + token, mask=token < VOCAB, other=float("-inf"))
     mass, best, at = _candidates(x, token, largest, temperature, lowest, threshold, above, noise)
@@ -382,21 +397,23 @@ def _settle(
     largest = value_of(key)
     if ((features & _RANDOM) != 0) & (bad == 0) & is_finite(largest):
         found = i * STAGES * PARTS
-        _, token = merged(bests_ptr + found, drawn_ptr + found, PARTS, PADDED, -1.0)
+        best, drawn = merged(bests_ptr + found, drawn_ptr + found, PARTS, PADDED, -1.0)
+        token = tl.where(best >= 0, drawn, token)
         if (features & _TOP_P) != 0:
-            share = tl.load(floats_ptr + row * _FLOATS + _TOP_P_COLUMN) * _total(masses_ptr + found, PARTS, PADDED)
-            settled = bad  # False
+            mass = _total(masses_ptr + found, PARTS, PADDED)
+            share = tl.load(floats_ptr + row * _FLOATS + _TOP_P_COLUMN) * mass
+            settled = _is_open(mass, share) == 0
             for stage in tl.static_range(1, STAGES):
                 at = found + stage * PARTS
-                best, next_token = merged(bests_ptr + at, drawn_ptr + at, PARTS, PADDED, -1.0)
-                settled |= (_total(masses_ptr + at, PARTS, PADDED) < share) | (best < 0)
+                _, next_token = merged(bests_ptr + at, drawn_ptr + at, PARTS, PADDED, -1.0)
+                settled |= _is_open(_total(masses_ptr + at, PARTS, PADDED), share) == 0
                 token = tl.where(settled, token, next_token)
             temperature, lowest, threshold, noise = _parameters(
                 i, row, positions_ptr, floats_ptr, ints_ptr, thresholds_ptr, features, BY_ROW
             )
             x_row = x_ptr + i.to(tl.int64) * VOCAB
             while settled == 0:
-                above = tl.div_rn(tl.load(x_row + token) - largest, temperature)
+                above = tl.div_rn(tl.load(x_row + _within(token, VOCAB)) - largest, temperature)
                 mass, best, next_token = share * 0.0, share * 0.0 - 1.0, token
                 for first in range(0, VOCAB, BLOCK):
                     block = first + tl.arange(0, BLOCK)
@@ -405,9 +422,9 @@ def _settle(
                     mass += m
                     next_token = tl.where(b > best, t, next_token)
                     best = tl.maximum(best, b)
-                settled = (mass < share) | (best < 0)
+                settled = _is_open(mass, share) == 0
                 token = tl.where(settled, token, next_token)
-    tl.store(tokens_ptr + i, token.to(tl.int64))
+    tl.store(tokens_ptr + i, _within(token, VOCAB).to(tl.int64))
 
 
 def sample_rows(

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep_common.steps import Kind
-from lockstep_worker.inputs import StepInputs
+from lockstep_worker.inputs import StepInputs, one_token_each
 from lockstep_worker.kv import KvCache
 from lockstep_worker.models import Model, load_model
+from tests.kernels.device import CPU_DIFFERS, requires_equal_bits
 from tests.kernels.sequences import EVERY, NONE, Chunk, Sequences
 from tests.tiny_model import Shape, make_tiny_model
 
@@ -64,6 +65,7 @@ def some_step(rng: random.Random, done: list[int], lens: list[int], least: list[
     return Kind.PREFILL, chunks
 
 
+@requires_equal_bits
 @settings(max_examples=25, deadline=None)
 @given(
     shape=st.sampled_from(list(SHAPES)),
@@ -103,6 +105,7 @@ def test_any_schedule_gives_the_same_bits(
         torch.set_num_threads(before)
 
 
+@requires_equal_bits
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_decode_alone_and_among_seven_others(dtype: str) -> None:
     rng = random.Random(5)
@@ -119,6 +122,24 @@ def test_decode_alone_and_among_seven_others(dtype: str) -> None:
         assert torch.equal(crowd.run(Kind.DECODE, chunks)[0], want[lens[0] + step])
 
 
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_tokens_replayed_as_sequences_of_their_own_have_the_same_bits(dtype: str) -> None:
+    """As on CUDA, where one kernel then serves a step and the replay of many."""
+    model, rng = model_of("grouped", dtype), random.Random(7)
+    lens, prompts = [90, 30, 70], [40, 29, 3]
+    tokens = [random_tokens(model, rng, n) for n in lens]
+    together, apart = (Sequences(model, tokens, prompts, seed=seed) for seed in (1, 2))
+    for sequences in (together, apart):
+        sequences.run(Kind.PREFILL, [(i, 0, n) for i, n in enumerate(prompts)])
+    inputs = together.inputs(Kind.DECODE, [(i, n, lens[i]) for i, n in enumerate(prompts)], wanted=EVERY)
+    counts = [n - prompt for n, prompt in zip(lens, prompts, strict=True)]
+    got = torch.split(together.step(one_token_each(inputs)), counts)
+    for i, rows in enumerate(got):
+        want = torch.cat([apart.run(Kind.DECODE, [(i, at, at + 1)]) for at in range(prompts[i], lens[i])])
+        torch.testing.assert_close(rows, want, rtol=0, atol=1e-4 if CPU_DIFFERS else 0)
+
+
+@requires_equal_bits
 def test_a_pass_that_wants_no_logits_writes_its_keys_and_values() -> None:
     model = model_of("grouped", "float32")
     tokens = random_tokens(model, random.Random(6), 40)

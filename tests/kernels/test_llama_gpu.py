@@ -20,13 +20,14 @@ from lockstep_common.steps import Kind
 from lockstep_worker.inputs import StepInputs
 from lockstep_worker.models import Model, load_model
 from tests.kernels.device import DEVICE, requires_gpu
-from tests.kernels.sequences import EVERY, Sequences
+from tests.kernels.sequences import EVERY, Chunk, Sequences
 from tests.kernels.test_oracles import BASE, ORACLES, VOCAB, randomize
 
 pytestmark = [requires_gpu, pytest.mark.gpu]
 
 RMS = {torch.bfloat16: 2**-5, torch.float16: 2**-8, torch.float32: 2**-12}
 LENGTHS = (200, 65, 130)
+PROMPTS = (150, 40, 64)  # tokens of these that are prompts, where it counts
 FAMILIES = ORACLES | {
     "as-smollm2": (
         "Llama",
@@ -83,19 +84,65 @@ def test_prompts_chunks_and_steps(directory: Path, dtype: torch.dtype, determini
         check(dtype, got, torch.stack([want[i][position] for i in live]))
 
 
+def check_bits(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
+    different = (got != want).any(1).nonzero()[:, 0].tolist()
+    assert not different, (
+        f"{what}: {len(different)} of {len(got)} rows differ, {different[:8]} first, by up to {(got - want).abs().max():.2e}"
+    )
+
+
+def computed_alone(model: Model, tokens: list[int], prompt: int, block_size: int) -> torch.Tensor:
+    """[n, vocab]: the prompt whole, then step by step."""
+    sequences = Sequences(model, [tokens], block_size=block_size, device=DEVICE)
+    steps = [(Kind.PREFILL, 0, prompt), *((Kind.DECODE, at, at + 1) for at in range(prompt, len(tokens)))]
+    return torch.cat([sequences.run(kind, [(0, start, end)], wanted=EVERY) for kind, start, end in steps])
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_deterministic_bits(directory: Path, dtype: torch.dtype) -> None:
-    """Alone or beside others, whole or in chunks, prompt or step."""
+def test_deterministic_bits(directory: Path, dtype: torch.dtype, block_size: int) -> None:
+    """Alone or beside others, prompts whole or in chunks, lengths on the host or not, steps as they come or replayed."""
     model = load(directory, dtype, DEVICE, True)
-    alone = [Sequences(model, [t], device=DEVICE).run(Kind.PREFILL, [(0, 0, len(t))], wanted=EVERY) for t in prompts()]
-    sequences = Sequences(model, prompts(), seed=3, device=DEVICE)
-    for start, end in itertools.pairwise((0, 1, 17, 64)):
-        got = sequences.run(Kind.PREFILL, [(i, start, end) for i in range(3)], wanted=EVERY)
-        assert torch.equal(got, torch.cat([rows[start:end] for rows in alone])), f"chunks {start}..{end}"
-    for position in range(64, max(LENGTHS)):
-        live = [i for i, n in enumerate(LENGTHS) if position < n]
-        got = sequences.run(Kind.DECODE, [(i, position, position + 1) for i in live])
-        assert torch.equal(got, torch.stack([alone[i][position] for i in live])), f"step at {position}"
+    assert model.deterministic and not model.generated_reusable
+    alone = [computed_alone(model, t, n, block_size) for t, n in zip(prompts(), PROMPTS, strict=True)]
+
+    def fresh(seed: int) -> Sequences:
+        return Sequences(model, prompts(), PROMPTS, block_size=block_size, seed=seed, device=DEVICE)
+
+    def rows(chunks: list[Chunk]) -> torch.Tensor:
+        return torch.cat([alone[i][start:end] for i, start, end in chunks])
+
+    whole: list[Chunk] = [(i, 0, n) for i, n in enumerate(PROMPTS)]
+    check_bits(fresh(1).run(Kind.PREFILL, whole, wanted=EVERY), rows(whole), "prompts together")
+    captured = fresh(2)
+    got = captured.step(captured.captured(whole, padding=5))
+    check_bits(got[: sum(PROMPTS)], rows(whole), "prompts as a graph has them")
+
+    stepped = fresh(3)
+    for start, end in itertools.pairwise((0, 1, 17, 64, max(PROMPTS))):
+        chunks = [(i, start, min(end, n)) for i, n in enumerate(PROMPTS) if start < n]
+        check_bits(stepped.run(Kind.PREFILL, chunks, wanted=EVERY), rows(chunks), f"chunks from {start}")
+    for step in range(max(LENGTHS) - min(PROMPTS)):
+        chunks = [
+            (i, p + step, p + step + 1) for i, (p, n) in enumerate(zip(PROMPTS, LENGTHS, strict=True)) if p + step < n
+        ]
+        if not chunks:
+            break
+        inputs = stepped.inputs(Kind.DECODE, chunks)
+        check_bits(stepped.step(inputs), rows(chunks), f"step {step} together")
+        table = torch.tensor([stepped.tables[i] for i, _, _ in chunks], device=DEVICE)
+        unknown = dataclasses.replace(
+            inputs, query_lens=(), host_seq_lens=(), max_seq_len=model.max_model_len, block_tables=(table,)
+        )
+        check_bits(stepped.step(unknown), rows(chunks), f"step {step} as a graph has it")
+
+    everything: list[Chunk] = [(i, 0, n) for i, n in enumerate(LENGTHS)]
+    check_bits(fresh(4).fill(everything, wanted=EVERY), rows(everything), "replayed at once")
+    resumed = fresh(5)
+    for cut in ([(0, 0, 160), (1, 0, 30)], [(0, 160, 200), (1, 30, 50), (2, 0, 129)]):
+        check_bits(resumed.fill(cut, wanted=EVERY), rows(cut), f"replayed as {cut}")
+    last: list[Chunk] = [(1, 50, 51), (2, 129, 130)]
+    check_bits(resumed.run(Kind.DECODE, last), rows(last), "steps after a replay")
 
 
 @pytest.mark.parametrize("rows", [1, 3])

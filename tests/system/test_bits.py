@@ -22,8 +22,11 @@ from tokenizers import Tokenizer
 from lockstep_bench.client import Answer, SchedulerSession
 from lockstep_common.steps import Sampling, f32, u32
 from lockstep_proto.v1 import inference_pb2, inference_pb2_grpc
+from tests.kernels.device import requires_equal_bits
 from tests.system.harness import Stack, gather_in_order, stack
 from tests.tiny_model import Shape, make_tiny_model, special_ids
+
+pytestmark = requires_equal_bits
 
 BLOCK = 16
 GREEDY = Sampling(max_tokens=48, logprobs=0)

@@ -14,6 +14,7 @@ import torch
 
 from lockstep_common import config, logs, rpc
 from lockstep_common.errors import ConfigError
+from lockstep_kernels.bits import differing_ops
 from lockstep_worker import memory
 from lockstep_worker.config import WorkerConfig
 from lockstep_worker.driver import Driver
@@ -93,6 +94,7 @@ def load(settings: WorkerConfig, progress: Callable[[float, str], None]) -> Load
             dummy_weights=settings.load_format == "dummy",
             kv_dtype=choose_kv_dtype(settings.kv_cache_dtype, device),
         )
+        deterministic = deterministic and keeps_bits(model, dtype, device)
         make_sampler = partial(TokenSampler, logprobs_mode=LogprobsMode(settings.logprobs_mode))
         mark = cuda_mark if device.type == "cuda" else None
     block_size = settings.block_size or (64 if device.type == "cuda" else 16)
@@ -145,6 +147,24 @@ def _kv_blocks(settings: WorkerConfig, model: Model, sizes: memory.Sizes, device
         memory_gb=settings.kv_cache_memory_gb,
         utilization=settings.gpu_memory_utilization,
     )
+
+
+def keeps_bits(model: Model, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a row's bits depend on nothing but the row, with this model on this device; if not, the log says why."""
+    if not model.deterministic:
+        log.warning(
+            "deterministic: not kept by %s on %s; results are valid, but may differ from run to run",
+            model.name,
+            device.type,
+        )
+        return False
+    if device.type != "cpu" or not (differing := differing_ops(dtype)):
+        return True
+    log.warning(
+        "deterministic: not kept on this CPU, whose bits of %s depend on the batch; results are valid, but may differ from run to run",
+        " and ".join(differing),
+    )
+    return False
 
 
 def choose_device(name: str) -> torch.device:

@@ -33,7 +33,9 @@ class WorkerConfig:
     )
     device: str = setting("auto", "auto: CUDA if there is one", choices=("auto", "cpu", "cuda"))
     deterministic: str = setting(
-        "auto", "a row's bits do not depend on its batch; auto: on the CPU", choices=("auto", "on", "off")
+        "auto",
+        "a row's bits do not depend on its batch, where model and device can keep that; auto: on the CPU",
+        choices=("auto", "on", "off"),
     )
     threads: int = setting(0, "CPU threads of an operation; 0: all cores")
     seed: int = setting(0, "of what is not seeded by a request (random weights)")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -37,3 +37,28 @@ class StepInputs:
         None  # [T] bool: tokens of rows that are alive; None: all. Others are routed to no expert
     )
     scored: Scored | None = None
+
+
+def one_token_each(inputs: StepInputs) -> StepInputs:
+    """The same pass over sequences of one new token each, as a decode step has them: every token is the last of its own.
+
+    So tokens that were generated before are computed again as they were then. All of a layer's keys and values must be written
+    before it attends.
+    """
+    tokens, sequences = inputs.token_ids.shape[0], inputs.seq_lens.shape[0]
+    if tokens == sequences:
+        return inputs
+    device = inputs.token_ids.device
+    owner = torch.repeat_interleave(
+        torch.arange(sequences, device=device), inputs.query_starts.diff(), output_size=tokens
+    )
+    lens = zip(inputs.query_lens, inputs.host_seq_lens, strict=True)
+    return replace(
+        inputs,
+        rows=inputs.rows[owner],
+        query_starts=torch.arange(tokens + 1, device=device),
+        seq_lens=inputs.positions + 1,
+        block_tables=tuple(table[owner] for table in inputs.block_tables),
+        query_lens=(1,) * tokens,
+        host_seq_lens=tuple(length for new, total in lens for length in range(total - new + 1, total + 1)),
+    )

@@ -7,6 +7,7 @@ a step) and is written back by `commit` at its end. The host keeps what it must 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -170,10 +171,12 @@ class Rows:
         *,
         masked: bool = False,
         by_place: bool = False,
+        most_replayed: int = 0,
     ) -> None:
         """`masked`: the host learns late which rows ended, so the device keeps them from writing.
 
-        `by_place`: tokens that were generated once are never computed in a prompt's pass, also when a row is added again.
+        `by_place`: tokens that were generated once are never computed in a prompt's pass, also when a row is added again;
+        `most_replayed` of them in a pass of theirs, 0: any number.
         """
         device = staging.device
 
@@ -183,6 +186,7 @@ class Rows:
         self.device = device
         self.masked = masked
         self.by_place = by_place
+        self.most_replayed = most_replayed
         self.scratch = max_rows
         self.to_device = staging.put
         self.block_sizes = block_sizes
@@ -197,7 +201,7 @@ class Rows:
         self.host_lengths = np.zeros(max_rows, np.int64)
         self.host_limits = np.zeros(max_rows, np.int64)
         self.host_prompts = np.zeros(max_rows, np.int64)  # prompt tokens
-        self.host_scored = np.zeros(max_rows, np.int64)  # of these, those that are scored: all but the first, or none
+        self.host_scored = np.zeros(max_rows + 1, np.int64)  # of these, those that are scored: all but the first, or none
         self.host_widths = np.zeros(max_rows, np.int64)  # best tokens that come with a score
         self.states = np.zeros(max_rows, np.uint8)
         self.generations = np.zeros(max_rows, np.int64)  # counts the choices that left the row
@@ -244,7 +248,7 @@ class Rows:
     def prefill(self, chunks: PrefillPass) -> tuple[tuple[ChunkPass, ...], Batch]:
         """What a prefill pass computes, and the batch of the rows whose chunk ends their tokens: those sample.
 
-        It is one pass; with `by_place`, tokens behind their row's prompt are another one, of kind DECODE, that runs after it. The
+        It is one pass; with `by_place`, tokens behind their row's prompt are further ones, of kind DECODE, that run after it. The
         batch has the rows that sample in the order of the passes.
         """
         rows, starts = chunks.rows.astype(np.int64), chunks.starts.astype(np.int64)
@@ -259,7 +263,7 @@ class Rows:
             cuts = self.host_prompts[rows].clip(starts, ends)
             prompt, generated = cuts > starts, ends > cuts
             parts = [self._pass(Kind.PREFILL, rows[prompt], starts[prompt], cuts[prompt])] if prompt.any() else []
-            passes = (*parts, self._pass(Kind.DECODE, rows[generated], cuts[generated], ends[generated]))
+            passes = (*parts, *self._replays(rows[generated], cuts[generated], ends[generated]))
         return passes, self._first_batch(np.concatenate([part.rows[part.samples] for part in passes]))
 
     def inputs(self, chunks: ChunkPass) -> StepInputs:
@@ -328,6 +332,15 @@ class Rows:
 
     def _pass(self, kind: Kind, rows: I64, starts: I64, ends: I64) -> ChunkPass:
         return ChunkPass(kind, rows, starts, ends, np.flatnonzero(ends == self.host_lengths[rows]))
+
+    def _replays(self, rows: I64, starts: I64, ends: I64) -> Iterator[ChunkPass]:
+        counts = ends - starts
+        before, total = np.cumsum(counts) - counts, int(counts.sum())
+        size = self.most_replayed or total
+        for first in range(0, total, size):
+            begin, end = ((edge - before).clip(0, counts) for edge in (first, first + size))
+            some = end > begin
+            yield self._pass(Kind.DECODE, rows[some], (starts + begin)[some], (starts + end)[some])
 
     def _scored(self, chunks: ChunkPass, first: I64) -> tuple[I64, Scored]:
         """Which of the pass's tokens are followed by one that is scored, and these; first [B]: index of each chunk's first."""

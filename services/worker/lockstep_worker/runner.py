@@ -52,6 +52,7 @@ log = logging.getLogger(__name__)
 
 NOT_FINITE: Final = "the model's logits were not finite (NaN or infinity)"
 _WARM_UP_TOKENS: Final = 32
+_LEAST_REPLAYED: Final = 64  # tokens of a pass on CUDA; or as many as there are rows, whose steps take as much memory
 _LAG: Final = 1  # results of an asynchronous device are read so many steps late, so that it never waits for the host
 
 
@@ -345,6 +346,7 @@ class Runner:
             Staging(loaded.device),
             masked=self._lag > 0,
             by_place=not loaded.model.generated_reusable,
+            most_replayed=max(group.max_rows, _LEAST_REPLAYED) if loaded.device.type == "cuda" else 0,
         )
         self._sampler = loaded.make_sampler(self._rows.sampling)
         if loaded.graphs:

@@ -13,6 +13,7 @@ import torch
 
 from lockstep_common.errors import ConfigError
 from lockstep_kernels.sampling import Feature
+from lockstep_worker import __main__ as process
 from lockstep_worker.__main__ import choose_device, choose_dtype, choose_kv_dtype, load
 from lockstep_worker.collectives import CollectiveId, Recorder
 from lockstep_worker.collectives.watchdog import Watchdog
@@ -21,6 +22,7 @@ from lockstep_worker.kv import KvSpec
 from lockstep_worker.memory import Sizes, kv_blocks_on_cpu
 from lockstep_worker.null import NullModel, NullSampler
 from lockstep_worker.sampling import SamplingBatch
+from tests.tiny_model import make_tiny_model
 
 CPU = torch.device("cpu")
 SPEC = KvSpec(kind="full", layers=2, kv_heads=1, head_dim=4, dtype=torch.float32)  # 1 KiB a block of 16
@@ -50,6 +52,20 @@ def test_a_kv_cache_of_8_bits_is_for_cuda(name: str, monkeypatch: pytest.MonkeyP
     assert choose_kv_dtype(name, torch.device("cuda")) == torch.float8_e4m3fn
     with pytest.raises(ConfigError, match="without a model has no KV cache"):
         WorkerConfig(null_step_ms=1.0, kv_cache_dtype=name)
+
+
+def test_bits_that_a_cpu_does_not_keep_are_not_promised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = WorkerConfig(
+        model=str(make_tiny_model(tmp_path)), device="cpu", deterministic="on", kv_cache_memory_gb=0.01
+    )
+    monkeypatch.setattr(process, "differing_ops", lambda dtype: ())
+    assert load(settings, lambda share, message: None).deterministic
+    assert not caplog.records or "deterministic" not in caplog.text
+    monkeypatch.setattr(process, "differing_ops", lambda dtype: ("products", "attention"))
+    assert not load(settings, lambda share, message: None).deterministic
+    assert "bits of products and attention depend on the batch" in caplog.text
 
 
 def test_cuda_must_be_there_if_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

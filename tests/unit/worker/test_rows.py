@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lockstep_common.steps import NO_U32, AddRow, Body, Flag, PrefillPass, Sampling, unpack_words
+from lockstep_common.steps import NO_U32, AddRow, Body, Flag, Kind, PrefillPass, Sampling, unpack_words
 from lockstep_worker.rows import ALIVE, ENDED, FILLING, FREE, Rows, row_numbers
 from lockstep_worker.sampling import Sampled
 from lockstep_worker.staging import Staging
@@ -190,6 +191,29 @@ def test_rows_that_the_host_does_not_know_to_have_ended_write_to_the_null_block(
     assert batch.inputs().slots[0].tolist() == [5, 13]
     batch.advance(Sampled(torch.tensor([7, 3])))
     assert batch.inputs().slots[0].tolist() == [0, 14]
+
+
+@pytest.mark.parametrize("most", [0, 1, 3, 4, 7, 50])
+def test_replayed_tokens_come_in_passes_of_at_most_so_many(most: int) -> None:
+    """Prompts first, then what was generated, each token once and a row's tokens in their order."""
+    rows = Rows(3, LEN, V, (BLOCK,), Staging(CPU), by_place=True, most_replayed=most)
+    lengths, prompts, starts = (12, 9, 5), (2, 8, 5), (0, 3, 1)
+    tokens = [u32(range(length)) for length in lengths]
+    adds = tuple(
+        AddRow(i, "", 0, prompts[i], tokens[i], 0, (u32(range(1, 4)),), Sampling(), lengths[i] + 1) for i in range(3)
+    )
+    rows.apply(Body(1, 0, adds=adds))
+    counts = [length - start for length, start in zip(lengths, starts, strict=True)]
+    (prompt, *replays), batch = rows.prefill(PrefillPass(u32(range(3)), u32(starts), u32(counts)))
+    assert prompt.kind is Kind.PREFILL and prompt.ends.tolist() == list(prompts)
+    done = dict(enumerate(prompts))
+    for chunks in replays:
+        assert chunks.kind is Kind.DECODE and 0 < (chunks.ends - chunks.starts).sum() <= (most or 11)
+        for row, start, end in zip(chunks.rows.tolist(), chunks.starts.tolist(), chunks.ends.tolist(), strict=True):
+            assert done[row] == start < end
+            done[row] = end
+    assert done == dict(enumerate(lengths))
+    assert batch.host_rows.tolist() == [2, 0, 1], "in the order of the passes that end their tokens"
 
 
 def test_an_empty_plan_body_changes_nothing() -> None:

@@ -24,6 +24,7 @@ class Model(Protocol):
     vocab_size: int
     max_model_len: int
     routed_experts: bool
+    deterministic: bool  # as asked for when it was loaded, and kept
     generated_reusable: (
         bool  # a prompt pass (PREFILL) over generated tokens gives the same bits of KV as generating them (DECODE)
     )
@@ -76,7 +77,8 @@ def load_model(
 ) -> Model:
     """Loads a directory in Hugging Face's format; with `dummy_weights` of its config.json only, and random weights.
 
-    `deterministic`: a row's bits depend neither on its batch, nor on chunking, nor on prefill against decode.
+    `deterministic`: a row's bits depend neither on its batch, nor on chunking, nor on being computed again after a preemption.
+    `Model.deterministic` says whether the family has that on the device.
     `kv_dtype` of the KV cache; None: that of the weights.
     `progress` is called with the loaded share, 0 to 1, and the bytes of weights read so far. Raises ConfigError naming the file and the field at fault.
     """

@@ -21,7 +21,7 @@ from lockstep_kernels.fp8 import BLOCK, E4M3, Fp8Weight, dequantise
 from lockstep_kernels.linear import Packed, linear, pack, pack_fp8
 from lockstep_kernels.rms_norm import Norm, rms_norm
 from lockstep_kernels.swiglu import GateUp, pack_gate_up, pack_gate_up_fp8, swiglu
-from lockstep_worker.inputs import StepInputs
+from lockstep_worker.inputs import StepInputs, one_token_each
 from lockstep_worker.kv import KvCache, KvSpec
 from lockstep_worker.models.layers import Rope, check_full_attention, config_hash, padded_rows, read_rope
 from lockstep_worker.quantisation import Scales, read_quantisation
@@ -382,14 +382,15 @@ class Decoder:
         self._layers = layers
         self._final_norm = final_norm
         self._head = head
-        self._deterministic = deterministic
+        self.deterministic = deterministic
         qkv = layers[0].attention.qkv
         self._forms = {
             Kind.PREFILL: qkv.for_prompts,
             Kind.DECODE: qkv,
         }  # of the linears
         self._kv_dtype = embedding.dtype
-        self.generated_reusable = qkv.prompt is None
+        # Attention of prompts adds in another order than that of decode steps on CUDA, and the two forms of a weight on CPU.
+        self.generated_reusable = qkv.prompt is None and not (deterministic and embedding.is_cuda)
         self.captures_prefill = True
         self.captured_prefix: int | None = None
         cos, sin = config.rope.cos_sin(config.max_positions, config.head_dim)
@@ -408,7 +409,9 @@ class Decoder:
         form = self._forms[inputs.kind]
         if count == 0:
             return self._embedding.new_empty(0, self._config.hidden, dtype=form.dtype)
-        rows = padded_rows(count, form.layout, self._deterministic)
+        if inputs.kind is Kind.DECODE and self._embedding.is_cuda:
+            inputs = one_token_each(inputs)  # tokens that are replayed, by the kernels that generated them
+        rows = padded_rows(count, form.layout, self.deterministic)
         hidden = torch.nn.functional.embedding(padded(inputs.token_ids, rows), self._embedding).to(form.dtype)
         step = self._pass(inputs, rows, kv, form.dtype)
         tokens = Tokens(inputs.kind, self._live(inputs, rows))
@@ -428,7 +431,7 @@ class Decoder:
         return linear(hidden.to(self._head.dtype), self._head, wide=True)
 
     def _pass(self, inputs: StepInputs, rows: int, kv: KvCache, dtype: torch.dtype) -> Pass:
-        return AttentionPass(self._config, self._tables, inputs, rows, kv, dtype, self._deterministic)
+        return AttentionPass(self._config, self._tables, inputs, rows, kv, dtype, self.deterministic)
 
     def _live(self, inputs: StepInputs, rows: int) -> torch.Tensor | None:
         count = inputs.token_ids.shape[0]

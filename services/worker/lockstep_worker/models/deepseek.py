@@ -201,6 +201,7 @@ class Deepseek(Decoder):
         self._expansion = half.expansion
         del self._tables  # of another form than latent attention takes
         self._angles = latent_tables(config.rope, config.max_positions, config.head_dim, device)
+        self.deterministic = self.deterministic and device.type == "cpu"
         self.generated_reusable = self.generated_reusable and device.type == "cpu"
         row = config.heads * (config.nope + config.value) + config.head_dim
         self.captured_prefix = CAPTURED_PREFIX_BYTES // (row * self._embedding.dtype.itemsize)

@@ -346,8 +346,10 @@ def test_decode_steps_with_bad_lengths_are_refused() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("heads", [Heads(8, 4, 128), Heads(4, 8, 128), Heads(3, 3, 64)])
-def test_decode_of_real_shapes(heads: Heads, deterministic: bool) -> None:
-    lengths = [1, 63, 64, 1000, 4097, 20_000, 129, 640]
+@pytest.mark.parametrize(
+    "lengths", [(1, 63, 64, 1000, 4097, 20_000, 129, 640), (384,), (1024,), (30_000,), (1088,) * 64, (200,) * 150]
+)
+def test_decode_of_real_shapes(heads: Heads, deterministic: bool, lengths: tuple[int, ...]) -> None:
     for block_size in (16, 64):
         operands = make(heads, tuple((n - 1, n) for n in lengths), block_size, torch.bfloat16, spare=5)
         bound = operands.table.shape[1] * block_size
@@ -412,3 +414,30 @@ def test_a_captured_step_follows_the_lengths_on_the_device() -> None:
         expected = replace(operands, spans=tuple((max(n, 1) - 1, max(n, 1)) for n in lengths)).expected()
         expected[[i for i, n in enumerate(lengths) if n == 0]] = 0
         torch.testing.assert_close(out.float(), expected, rtol=2**-7, atol=2**-7)
+
+
+@requires_gpu
+@pytest.mark.gpu
+def test_a_captured_prefill_pass_follows_the_lengths_on_the_device() -> None:
+    heads, tokens = Heads(8, 4, 128), 1024
+    operands = make(heads, ((0, 3000), (0, 900), (0, 70)), 64, torch.bfloat16)
+    q = randn(tokens, heads.kv_heads * heads.group, heads.width, dtype=torch.bfloat16)
+    lens = torch.ones(3, dtype=torch.int64, device=DEVICE)
+    starts = torch.arange(4, device=DEVICE)
+    batch = operands.batch(lens=lens, query_starts=starts, tokens=tokens)
+    operands = replace(operands, q=q)
+    operands.run(batch)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        prepared = op.prepare(batch, heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16, device=DEVICE)
+        for _ in range(3):
+            out = op.attention(q, operands.cache, prepared, scale=128**-0.5)
+    for spans in (((2100, 3000), (0, 100), (46, 70)), ((5, 5), (0, 900), (0, 1)), ((2999, 3000), (899, 900), (69, 70))):
+        new = [end - start for start, end in spans]
+        lens.copy_(torch.tensor([end for _, end in spans]))
+        starts.copy_(torch.tensor([0, *new]).cumsum(0))
+        graph.replay()
+        there = [i for i in range(3) if new[i]]
+        known = replace(operands, spans=tuple(spans[i] for i in there), table=operands.table[there], q=q[: sum(new)])
+        torch.testing.assert_close(out[: sum(new)].float(), known.expected(), rtol=2**-7, atol=2**-7)
+        assert not out[sum(new) :].any()

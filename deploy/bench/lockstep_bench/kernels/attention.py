@@ -58,18 +58,18 @@ DECODE: Final[tuple[tuple[Model, tuple[int, ...]], ...]] = (
 SPLITS: Final[tuple[tuple[Model, tuple[int, ...], dict[str, Any]], ...]] = (
     (LLAMA, (1024,), {"ahead": False}),
     (LLAMA, (8192,), {"whole": False}),
-    (LLAMA, (1088,) * 64, {"resident": 4, "whole": True}),
-    (LLAMA, (1088,) * 64, {"resident": 4, "keys": 32, "stages": 4, "registers": 128}),
+    (LLAMA, (1088,) * 64, {"resident": 4}),
+    (LLAMA, (1088,) * 64, {"resident": 4, "keys": 32, "stages": 4, "registers": 128, "cut": 8}),
     (QWEN, (1088,) * 64, {"whole": False}),
     (QWEN, (640,) * 256, {"resident": 8}),
     (SMOL, (1088,) * 64, {"whole": False}),
-    (SMOL, (1088,) * 64, {"cut": 0}),
+    (SMOL, (1088,) * 64, {"resident": 4, "keys": 64, "stages": 4, "registers": 128, "cut": 8}),
     (SMOL, (640,) * 256, {"resident": 6}),
 )
 # (tokens before, new tokens) of each, and the ways to compute them
 PREFILL: Final = (
     (LLAMA, ((0, 4096),) * 4, ("given", "paged")),
-    (LLAMA, ((0, 512),) * 32, ("given", "paged", "captured")),
+    (LLAMA, ((0, 512),) * 32, ("given", "captured")),
     (LLAMA, ((12288, 4096),), ("paged",)),
     (LLAMA, tuple((0, n) for n in (100, 3000, 700, 5000, 64, 1500)), ("given", "captured")),
 )
@@ -94,6 +94,8 @@ def cases() -> Iterator[Case]:
     for model, spans, ways in PREFILL:
         for way in ways:
             yield prefill_case(model, spans, way=way)
+    beside_each_other = cuda.Tiling(64, 64, 4, 2, described=True)  # two programs on a multiprocessor
+    yield prefill_case(LLAMA, ((0, 512),) * 32, way="captured", tiling=beside_each_other)
 
 
 def beside() -> Iterator[Case]:

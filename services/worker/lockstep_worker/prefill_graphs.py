@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -56,12 +57,14 @@ class _Layout:
 class _Captured:
     layout: _Layout
     upload: torch.Tensor  # [layout.size] int64, on the device
-    logits: torch.Tensor  # [B, V] float32, where a replay leaves them
-    graph: torch.cuda.CUDAGraph
+    replay: Callable[[], torch.Tensor]  # gives logits [B, V] float32
 
 
 class PrefillGraphs:
-    """Captured prefill passes over the rows and the KV cache of a configured group. Used by the step thread only."""
+    """Captured prefill passes over the rows and the KV cache of a configured group. Used by the step thread only.
+
+    Elsewhere than on CUDA passes are padded in the same way, but called instead of replayed.
+    """
 
     def __init__(self, model: Model, kv: KvCache, rows: Rows, *, max_tokens: int, max_model_len: int) -> None:
         self._model, self._kv, self._rows = model, kv, rows
@@ -72,10 +75,11 @@ class PrefillGraphs:
     def capture(self, pool: Any) -> None:
         """Captures buckets, the smallest first, for as long as a replay takes less than launching a pass does."""
         started = time.perf_counter()
-        launching_s = min(self._launching() for _ in range(_TRIES))
+        launching_s = min(self._seconds(self._launch_pass) for _ in range(_TRIES))
         for size in self._sizes:
             captured = self._capture(_Layout(size, max(1, min(_MOST_SEQUENCES, size // _TOKENS_A_SEQUENCE))), pool)
-            if min(_replaying(captured.graph) for _ in range(_TRIES)) > launching_s:
+            replaying_s = min(self._seconds(captured.replay) for _ in range(_TRIES))
+            if self._rows.device.type == "cuda" and replaying_s > launching_s:
                 break
             self._captured.append(captured)
         log.info(
@@ -99,8 +103,7 @@ class PrefillGraphs:
         for captured in self._captured:
             if tokens <= captured.layout.tokens and sequences <= captured.layout.sequences:
                 captured.upload.copy_(self._rows.to_device(self._described(chunks, captured.layout)))
-                captured.graph.replay()
-                return captured.logits[: len(chunks.samples)]
+                return captured.replay()[: len(chunks.samples)]
         return None
 
     def _described(self, chunks: ChunkPass, layout: _Layout) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -123,6 +126,8 @@ class PrefillGraphs:
         longest = min(layout.tokens, self._max_model_len)
         rehearsal = ChunkPass(Kind.PREFILL, *(np.array([n]) for n in (self._rows.scratch, 0, longest, 0)))
         upload.copy_(self._rows.to_device(self._described(rehearsal, layout)))
+        if device.type != "cuda":
+            return _Captured(layout, upload, lambda: self._pass(layout, upload))
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -131,7 +136,12 @@ class PrefillGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             logits = self._pass(layout, upload)
-        return _Captured(layout, upload, logits, graph)
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return logits
+
+        return _Captured(layout, upload, replay)
 
     def _pass(self, layout: _Layout, upload: torch.Tensor) -> torch.Tensor:
         rows = self._rows
@@ -158,19 +168,19 @@ class PrefillGraphs:
         )
         return self._model.logits(self._model.forward(inputs, self._kv))
 
-    def _launching(self) -> float:
-        """Seconds that the host takes to launch a pass of a few tokens, which the device runs in less."""
-        chunks = ChunkPass(Kind.PREFILL, *(np.array([n]) for n in (self._rows.scratch, 0, 16, 0)))
-        torch.cuda.synchronize()
+    def _launch_pass(self) -> torch.Tensor:
+        """An eager pass of so few tokens that the device runs it in less time than the host takes to launch it."""
+        chunks = ChunkPass(Kind.PREFILL, *(np.array([n]) for n in (self._rows.scratch, 0, self._sizes[0], 0)))
+        return self._model.logits(self._model.forward(self._rows.inputs(chunks), self._kv))
+
+    def _seconds(self, run: Callable[[], Any]) -> float:
+        """From the call until the device has done what it queued."""
+        self._synchronize()
         started = time.perf_counter()
-        self._model.logits(self._model.forward(self._rows.inputs(chunks), self._kv))
-        torch.cuda.synchronize()
+        run()
+        self._synchronize()
         return time.perf_counter() - started
 
-
-def _replaying(graph: torch.cuda.CUDAGraph) -> float:
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    graph.replay()
-    torch.cuda.synchronize()
-    return time.perf_counter() - started
+    def _synchronize(self) -> None:
+        if self._rows.device.type == "cuda":
+            torch.cuda.synchronize(self._rows.device)

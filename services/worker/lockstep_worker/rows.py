@@ -201,7 +201,9 @@ class Rows:
         self.host_lengths = np.zeros(max_rows, np.int64)
         self.host_limits = np.zeros(max_rows, np.int64)
         self.host_prompts = np.zeros(max_rows, np.int64)  # prompt tokens
-        self.host_scored = np.zeros(max_rows + 1, np.int64)  # of these, those that are scored: all but the first, or none
+        self.host_scored = np.zeros(
+            max_rows + 1, np.int64
+        )  # of these, those that are scored: all but the first, or none
         self.host_widths = np.zeros(max_rows, np.int64)  # best tokens that come with a score
         self.states = np.zeros(max_rows, np.uint8)
         self.generations = np.zeros(max_rows, np.int64)  # counts the choices that left the row

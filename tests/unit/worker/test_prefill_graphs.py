@@ -61,3 +61,11 @@ def add(row: int, length: int) -> AddRow:
     tokens = u32((7 * row + i) % VOCAB for i in range(length))
     blocks = u32(PlanDriver.blocks_of(row, 0, -(-length // BLOCK)))
     return AddRow(row, f"r{row}", 0, length, tokens, 0, (blocks,), Sampling(), limit=MAX_LEN)
+
+
+def test_the_scratch_row_can_be_rehearsed_with() -> None:
+    """Warming up runs passes of a row that nobody has, which leaves the others alone."""
+    rows = Rows(ROWS, MAX_LEN, VOCAB, (BLOCK,), Staging(CPU), masked=True)
+    inputs = rows.inputs(ChunkPass(Kind.PREFILL, *(np.array([n]) for n in (rows.scratch, 0, 16, 0))))
+    assert not inputs.slots[0].div(BLOCK, rounding_mode="floor").any(), "it writes to the null block"
+    assert inputs.logits_index.tolist() == [15]

@@ -58,7 +58,7 @@ class ToyModel:
     routed_experts = False
     deterministic = True
     generated_reusable = True
-    captures_prefill = False
+    captures_prefill = True
     captured_prefix: int | None = None
     config_hash = "toy"
 

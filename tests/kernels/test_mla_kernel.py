@@ -158,7 +158,8 @@ def test_decode(
     split = cuda.Split(programs, 16, keys, least, warps=4, stages=2)
     if ON_GPU:  # as it is launched in earnest
         chosen = cuda.choose_split(shape.heads, block_size, dtype, DEVICE)
-        split = replace(chosen, programs=30 * programs, least=least)
+        stages = chosen.stages if keys == chosen.keys else 2  # what is not chosen is there to be compared with it
+        split = replace(chosen, programs=30 * programs, least=least, keys=keys, stages=stages)
     plan = cuda.plan_decode(batch.seq_lens, batch.block_table, block_size, operands.expansion, split)
     plan.parts.fill_(torch.nan)
     out = poisoned(len(lengths) + 1, shape.heads * shape.value, dtype=dtype)

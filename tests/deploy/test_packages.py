@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-UNITS = [ROOT / "proto", *sorted(path.parent for path in ROOT.glob("*/*/pyproject.toml"))]
+LISTED = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+UNITS = sorted(ROOT / Path(name).parent for name in LISTED.split("\0") if name.endswith("/pyproject.toml"))
 
 
 def test_the_contract_carries_stubs_that_it_generated_itself(tmp_path: Path) -> None:

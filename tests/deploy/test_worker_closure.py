@@ -1,4 +1,7 @@
-"""The worker runs with its declared dependencies and nothing else: what goes into a GPU image is known and small."""
+"""The worker runs with its declared dependencies and nothing else: what goes into an image is known and small.
+
+On CPU that is all; on a GPU it takes the extra `gpu` too, which adds Triton.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,31 @@ from packaging.requirements import Requirement
 
 OURS = ("lockstep-worker", "lockstep-kernels", "lockstep-common", "lockstep-proto")
 THIRD_PARTY = {"grpcio", "grpcio-health-checking", "numpy", "prometheus-client", "protobuf", "safetensors", "torch"}
+ROOT = Path(__file__).resolve().parents[2]
+GPU_ONLY = {"kernel", "cuda", "dependent"}  # what modules are called that a CPU never imports
+GPU_ONLY_PACKAGES = {"lockstep_kernels.moe.grouped", "lockstep_kernels.moe.skinny"}
 
 IMPORT_ALL = """
 import importlib, pkgutil, sys
-for root in ("lockstep_worker", "lockstep_kernels"):
-    package = importlib.import_module(root)
-    for module in pkgutil.walk_packages(package.__path__, root + "."):
-        importlib.import_module(module.name)
-        print(module.name)
+todo = ["lockstep_worker", "lockstep_kernels"]
+while todo:
+    name = todo.pop()
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        print("needs-triton", name)
+    else:
+        print("imported", name)
+        todo += [child.name for child in pkgutil.iter_modules(getattr(module, "__path__", ()), name + ".")]
+"""
+CPU_TESTS_WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None  # importing it fails as if it was not there
+import pytest
+sys.exit(pytest.main(["-p", "no:xdist", "-k", "greedy or test_runner", "tests/unit/worker/test_runner.py",
+    "tests/kernels/test_oracles.py", "tests/kernels/test_oracles_moe.py", "tests/kernels/test_oracles_deepseek.py"]))
 """
 
 
@@ -28,20 +48,27 @@ def normalised(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+def requirements(name: str, extra: str = "") -> list[Requirement]:
+    """What `name` requires here, with this extra or none."""
+    found = (Requirement(line) for line in metadata.requires(name) or ())
+    return [r for r in found if r.marker is None or r.marker.evaluate({"extra": extra})]
+
+
 def direct(name: str) -> set[str]:
     """The distributions that `name` requires here, without extras."""
-    requirements = (Requirement(line) for line in metadata.requires(name) or ())
-    return {normalised(r.name) for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})}
+    return {normalised(r.name) for r in requirements(name)}
 
 
-def closure(name: str) -> set[str]:
+def closure(name: str, extra: str = "") -> set[str]:
+    """All distributions that installing `name[extra]` brings."""
     found: set[str] = set()
-    todo = [name]
+    todo = [(name, extra)]
     while todo:
-        name = todo.pop()
-        if name not in found:
-            found.add(name)
-            todo.extend(direct(name))
+        name, extra = todo.pop()
+        found.add(name)
+        for requirement in requirements(name, extra):
+            required = normalised(requirement.name)
+            todo += [(required, e) for e in requirement.extras or {""} if e or required not in found]
     return found
 
 
@@ -55,15 +82,26 @@ def link(distribution: metadata.Distribution, site: Path) -> None:
         target.symlink_to(Path(str(distribution.locate_file(file))).resolve())
 
 
-@pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An interpreter whose site-packages hold the worker's closure and nothing else."""
-    home = tmp_path_factory.mktemp("closure")
+def install(home: Path, distributions: set[str]) -> Path:
+    """An interpreter whose site-packages hold these distributions and nothing else."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", home], check=True)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    for name in closure("lockstep-worker"):
+    for name in distributions:
         link(metadata.distribution(name), home / "lib" / version / "site-packages")
     return home / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a CPU has. torch's own wheels for CUDA require Triton; those for CPU, as here, do not."""
+    return install(tmp_path_factory.mktemp("closure"), closure("lockstep-worker") - {"triton"})
+
+
+def imported(python: Path) -> dict[str, str]:
+    """How importing each module of the worker went: "imported" or "needs-triton"; whatever else it lacks is an error."""
+    result = subprocess.run([python, "-c", IMPORT_ALL], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return {name: how for how, name in map(str.split, result.stdout.splitlines())}
 
 
 def test_what_the_worker_declares() -> None:
@@ -71,10 +109,29 @@ def test_what_the_worker_declares() -> None:
     assert declared - set(OURS) == THIRD_PARTY
 
 
-def test_every_module_of_the_worker_imports_in_its_closure(python: Path) -> None:
-    result = subprocess.run([python, "-c", IMPORT_ALL], capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert "lockstep_worker.inputs" in result.stdout.split()
+def test_the_gpu_extra_is_triton_alone() -> None:
+    assert closure("lockstep-worker", "gpu") - closure("lockstep-worker") <= {"triton"}
+    assert "triton" in closure("lockstep-worker", "gpu")
+
+
+def test_modules_for_a_cpu_import_without_triton(python: Path) -> None:
+    found = imported(python)
+    assert {"lockstep_worker.inputs", "lockstep_kernels.attention.cpu"} <= found.keys()
+    without = {name for name, how in found.items() if how == "needs-triton"}
+    assert {name for name in without if name.rsplit(".")[-1] not in GPU_ONLY} <= GPU_ONLY_PACKAGES
+
+
+def test_every_module_imports_where_triton_is(tmp_path: Path) -> None:
+    found = imported(install(tmp_path, closure("lockstep-worker", "gpu")))
+    assert {how for how in found.values()} == {"imported"}
+    assert "lockstep_kernels.moe.grouped.kernel" in found
+
+
+def test_models_run_on_cpu_without_triton() -> None:
+    """No path of a CPU's steps imports what it need not have, in any family of models."""
+    command = [sys.executable, "-c", CPU_TESTS_WITHOUT_TRITON]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from tests.kernels.device import DEVICE, HALF_DTYPES, ON_GPU, poisoned, randn
 
-from lockstep_kernels import dense_attention  # isort: skip
 from lockstep_kernels.mla import Expansion, LatentBatch, Prepared, cuda, reference  # isort: skip
 from lockstep_kernels.rms_norm import Norm  # isort: skip
 
@@ -232,64 +231,6 @@ def test_prompts(
     assert cuda.finish(operands.q, operands.latents, operands.norm, operands.cache, operands.prepared) is None
     cuda.attend(operands.q, operands.latents, operands.cache, plan, operands.expansion, operands.scale, out)
     check(operands, want, out)
-
-
-@pytest.mark.parametrize("dtype", HALF_DTYPES)
-def test_prompts_in_dense_parts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole units of two neighbours go to cuDNN (here to torch's own product, where there is none), the others do not."""
-    unit = 512 if ON_GPU else 16
-    shape = SHAPES[1] if ON_GPU else SHAPES[0]
-    if not ON_GPU:
-        monkeypatch.setattr(dense_attention, "attend", plain_attention)
-    lengths = ((0, unit // 2), (0, 2 * unit + 9), (0, 2 * unit + 9), (7, unit + 7))
-    operands = make(shape, lengths, 16, dtype)
-    want = operands.expected()
-    dense = (dense_attention.Dense(unit // 2, 2, 2 * unit + 9, 2 * unit),)
-    tiling = cuda.choose_tiling(dtype) if ON_GPU else cuda.Tiling(32, 32, 4, 2)
-    plan = cuda.plan_prompts(operands.batch(decode=False), operands.expansion, dtype, tiling, dense=dense)
-    out = poisoned(len(operands.q) + 1, shape.heads * shape.value, dtype=dtype)
-    cuda.finish(operands.q, operands.latents, operands.norm, operands.cache, operands.prepared)
-    cuda.attend(operands.q, operands.latents, operands.cache, plan, operands.expansion, operands.scale, out)
-    check(operands, want, out)
-
-
-def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    q, k, v = (x.transpose(1, 2).float() for x in (q, k, v))
-    mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-    return mixed.transpose(1, 2)
-
-
-def test_a_pass_that_is_dense_altogether_has_no_other_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense_attention, "attend", plain_attention)
-    operands = make(SHAPES[0], ((0, 32), (0, 32)), 16, torch.float32)
-    want = operands.expected()
-    dense = (dense_attention.Dense(0, 2, 32, 32),)
-    plan = cuda.plan_prompts(
-        operands.batch(decode=False), operands.expansion, torch.float32, cuda.Tiling(32, 32, 4, 2), dense=dense
-    )
-    assert not len(plan.spans)
-    out = poisoned(65, SHAPES[0].heads * SHAPES[0].value)
-    cuda.finish(operands.q, operands.latents, operands.norm, operands.cache, operands.prepared)
-    cuda.attend(operands.q, operands.latents, operands.cache, plan, operands.expansion, operands.scale, out)
-    check(operands, want, out)
-
-
-def test_what_goes_to_cudnn() -> None:
-    """Enough queries in equally long neighbours without a prefix, in whole units."""
-    expansion = Expansion(torch.empty(16, 256, 512, dtype=torch.bfloat16), 128)
-
-    def chosen(*spans: tuple[int, int]) -> list[tuple[int, int, int, int]]:
-        new, lens = tuple(end - start for start, end in spans), tuple(end for _, end in spans)
-        table = torch.zeros(len(spans), 100, dtype=torch.int64)
-        batch = LatentBatch(False, new, lens, torch.tensor(lens), table, 64)
-        parts = cuda.choose_dense(batch, expansion, 64, torch.bfloat16)
-        return [(part.first, part.sequences, part.length, part.tokens) for part in parts]
-
-    assert chosen((0, 4100)) == [(0, 1, 4100, 4096)]
-    assert chosen((0, 4000)) == []
-    assert chosen((10, 5000), (0, 2100), (0, 2100), (0, 40)) == [(4990, 2, 2100, 2048)]
-    assert chosen(*[(0, 511)] * 16) == []
-    assert chosen(*[(0, 600)] * 8) == [(0, 8, 600, 512)]
 
 
 @QUICK

@@ -3,7 +3,7 @@
 - Decode: `plan_decode` once a step; in each layer `finish` (norm, rotation, cache write, and the queries absorbed), then `decode`:
   softmax(q . latents) latents in parts of the sequences, and the parts' sum times the weights of the values. No length is
   needed on the host.
-- Prompts: the new tokens of a pass attend to themselves, expanded: by cuDNN where many of them are equally long. What lies in the cache before them is gathered and expanded
+- Prompts: the new tokens of a pass attend to themselves, expanded. What lies in the cache before them is gathered and expanded
   in pieces of bounded size, one after the other, each merged into the result by log-sum-exp. So memory depends on the pass,
   not on the context.
 - Captured prompts: the same by lengths on the device. What lies in the cache before them is one piece of fixed size, of which
@@ -21,17 +21,14 @@ from typing import Final
 import torch
 import triton
 
-from lockstep_kernels import dense_attention, dependent
+from lockstep_kernels import dependent
 from lockstep_kernels.attention.kernel import tasks_kernel
-from lockstep_kernels.dense_attention import Dense
 from lockstep_kernels.mla import kernel
 from lockstep_kernels.mla.batch import Expansion, LatentBatch, Prepared, takes_width
 from lockstep_kernels.rms_norm import Norm
 
 MANY: Final = 16  # sequences from which on merging and expanding values are two kernels
 PARTS: Final = 16  # that a program merges at a time
-DENSE_QUERIES: Final = 1 << 16  # of all heads, from which on cuDNN is faster: it then has work for the whole device
-DENSE_WIDTHS: Final = (192, 128)  # of keys and of values, for which it is
 PIECE_BYTES: Final = 1 << 27  # of a piece's keys and values
 
 _Span = tuple[int, int, int, int, int]  # first query, queries, first key, keys, keys that the first query sees
@@ -104,13 +101,11 @@ class Cached:
 class PromptPlan:
     """The work of a pass. `spans` int32 [N, 5]: tiles of queries against keys, see `_Span`; the longest come first.
 
-    Of a captured pass they are [N, 7], see `attend_kernel`, and there are neither pieces nor dense parts.
-    """
+    Of a captured pass they are [N, 7], see `attend_kernel`, and there are no pieces."""
 
     tiling: Tiling
     spans: torch.Tensor
-    pieces: tuple[Piece, ...] = ()
-    dense: tuple[Dense, ...] = ()
+    pieces: tuple[Piece, ...]
     cached: Cached | None = None
 
 
@@ -129,8 +124,7 @@ def prepare(batch: LatentBatch, expansion: Expansion, rope: int, dtype: torch.dt
         device = batch.seq_lens.device
         split = choose_split(expansion.heads, batch.block_size, dtype, device)
         return plan_decode(batch.seq_lens, batch.block_table, batch.block_size, expansion, split)
-    dense = choose_dense(batch, expansion, rope, dtype)
-    return plan_prompts(batch, expansion, dtype, choose_tiling(dtype), dense=dense)
+    return plan_prompts(batch, expansion, dtype, choose_tiling(dtype))
 
 
 def attention(
@@ -273,23 +267,10 @@ def choose_tiling(dtype: torch.dtype) -> Tiling:
     return Tiling(64, 32, 4, 2) if dtype.itemsize > 2 else Tiling(128, 64, 8, 3)
 
 
-def choose_dense(batch: LatentBatch, expansion: Expansion, rope: int, dtype: torch.dtype) -> tuple[Dense, ...]:
-    """What of a pass goes to cuDNN."""
-    if dtype.itemsize != 2 or (expansion.nope + rope, expansion.value) != DENSE_WIDTHS:
-        return ()
-    parts = dense_attention.parts(batch.query_lens, batch.host_seq_lens, shortest=dense_attention.UNIT)
-    return tuple(part for part in parts if part.sequences * part.tokens * expansion.heads >= DENSE_QUERIES)
-
-
 def plan_prompts(
-    batch: LatentBatch,
-    expansion: Expansion,
-    dtype: torch.dtype,
-    tiling: Tiling,
-    piece: int | None = None,
-    dense: tuple[Dense, ...] = (),
+    batch: LatentBatch, expansion: Expansion, dtype: torch.dtype, tiling: Tiling, piece: int | None = None
 ) -> PromptPlan:
-    """`tiling` and `dense`: as chosen, unless others are tried; so is `piece`, the positions of one at most."""
+    """`tiling`: of `choose_tiling`, unless others are tried; so is `piece`, the positions of one at most."""
     device = batch.seq_lens.device
     if piece is None:
         piece = max(1, PIECE_BYTES // (expansion.weight[..., 0].numel() * dtype.itemsize))
@@ -297,9 +278,8 @@ def plan_prompts(
     pieces: list[list[_Span]] = []
     owners: list[tuple[int, int]] = []  # sequences with cached positions, and how many
     first, room = 0, 0
-    done = dense_attention.done(dense)
     for i, (new, total) in enumerate(zip(batch.query_lens, batch.host_seq_lens, strict=True)):
-        own += _tiles(tiling.rows, first, new, first, new, causal=True, start=done.get(first, 0))
+        own += _tiles(tiling.rows, first, new, first, new, causal=True)
         left = total - new
         if left:
             owners.append((i, left))
@@ -315,7 +295,7 @@ def plan_prompts(
     flat = _upload([value for spans in groups for span in spans for value in span], torch.int32, device).view(-1, 5)
     spans, *others = torch.split(flat, [len(spans) for spans in groups])
     slots = torch.split(_cached_slots(batch, owners), piece) if owners else ()
-    return PromptPlan(tiling, spans, tuple(Piece(*pair) for pair in zip(slots, others, strict=True)), dense)
+    return PromptPlan(tiling, spans, tuple(Piece(*pair) for pair in zip(slots, others, strict=True)))
 
 
 def plan_captured(
@@ -347,7 +327,7 @@ def plan_captured(
     slots = batch.block_table[own, position // size] * size + position % size
     width = expansion.heads * (expansion.nope + expansion.value) + rope
     expanded = torch.empty(batch.cached, width, dtype=dtype, device=device)
-    return PromptPlan(tiling, torch.stack(spans, 1).int(), cached=Cached(slots, ends[-1], expanded))
+    return PromptPlan(tiling, torch.stack(spans, 1).int(), (), Cached(slots, ends[-1], expanded))
 
 
 def attend(
@@ -367,47 +347,15 @@ def attend(
         lse = torch.full((tokens, heads), -torch.inf, dtype=torch.float32, device=q.device)
     cached = cache.view(-1, cache.shape[-1])
     for piece in plan.pieces:
-        before = cached[piece.slots]
-        expanded = _expanded(before, expansion)
-        _launch(q, before, expanded, piece.spans, plan.tiling, expansion, scale, state, lse, state, True)
+        _launch(q, cached[piece.slots], piece.spans, plan.tiling, expansion, scale, state, lse, state, True)
     if plan.cached is not None:
         _expand(cached, plan.cached, expansion)
-    expanded = _expanded(latents, expansion)
-    if plan.dense:
-        _attend_dense(q, latents, expanded, plan.dense, expansion, scale, out)
-    if len(plan.spans):
-        merge = bool(plan.pieces)
-        _launch(q, latents, expanded, plan.spans, plan.tiling, expansion, scale, state, lse, out, merge, plan.cached)
-
-
-def _expanded(latents: torch.Tensor, expansion: Expansion) -> torch.Tensor:
-    """[S, H * (nope + value)] of latents [S, rank + rope]: each head's keys, then its values."""
-    rank = expansion.rank
-    return torch.nn.functional.linear(latents[:, :rank], expansion.weight.view(-1, rank))
-
-
-def _attend_dense(
-    q: torch.Tensor,
-    latents: torch.Tensor,
-    expanded: torch.Tensor,
-    dense: tuple[Dense, ...],
-    expansion: Expansion,
-    scale: float,
-    out: torch.Tensor,
-) -> None:
-    tokens, heads, _ = q.shape
-    expanded = expanded.view(tokens, heads, -1)
-    keys, values = expanded[..., : expansion.nope], expanded[..., expansion.nope :]
-    rotated = latents[:, None, expansion.rank :].expand(-1, heads, -1)
-    k, to = torch.cat((keys, rotated), -1), out[:tokens].view(tokens, heads, -1)
-    for part in dense:
-        part.of(to).copy_(dense_attention.attend(part.of(q), part.of(k), part.of(values), scale))
+    _launch(q, latents, plan.spans, plan.tiling, expansion, scale, state, lse, out, bool(plan.pieces), plan.cached)
 
 
 def _launch(
     q: torch.Tensor,
     latents: torch.Tensor,
-    expanded: torch.Tensor,
     spans: torch.Tensor,
     tiling: Tiling,
     expansion: Expansion,
@@ -420,6 +368,7 @@ def _launch(
 ) -> None:
     """Attends to the expanded latents [S, rank + rope]; with `merge` on top of what (state, lse) have, updating lse."""
     rank, heads, nope, value = expansion.rank, expansion.heads, expansion.nope, expansion.value
+    expanded = torch.nn.functional.linear(latents[:, :rank], expansion.weight.view(-1, rank))
     pdl = dependent.supported(q.device)
     before = expanded if cached is None else cached.expanded
     kernel.attend_kernel[(heads, spans.shape[0])](
@@ -445,14 +394,11 @@ def _expand(cache: torch.Tensor, cached: Cached, expansion: Expansion) -> None:
     )  # fmt: skip
 
 
-def _tiles(
-    rows: int, first: int, new: int, first_key: int, keys: int, *, causal: bool, start: int = 0
-) -> Iterator[_Span]:
-    """Of the queries from `start` on."""
-    for ahead in range(start, new, rows):
-        count = min(rows, new - ahead)
-        visible = ahead + 1 if causal else keys
-        yield first + ahead, count, first_key, min(keys, visible + count - 1), visible
+def _tiles(rows: int, first: int, new: int, first_key: int, keys: int, *, causal: bool) -> Iterator[_Span]:
+    for start in range(0, new, rows):
+        count = min(rows, new - start)
+        visible = start + 1 if causal else keys
+        yield first + start, count, first_key, min(keys, visible + count - 1), visible
 
 
 def _work(span: _Span) -> int:

@@ -47,15 +47,19 @@ def plan_kernel(lens_ptr, plan_ptr, sequences, limit, LEAST: tl.constexpr, TILE:
 
 
 @triton.jit
-def _turn(ptr, cos, sin, first, second, mask):
-    """Rotates the pairs at ptr + first and ptr + second; returns them."""
-    a = tl.load(ptr + first, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(ptr + second, mask=mask, other=0.0).to(tl.float32)
-    turned_a = (a * cos - b * sin).to(ptr.dtype.element_ty)
-    turned_b = (b * cos + a * sin).to(ptr.dtype.element_ty)
-    tl.store(ptr + first, turned_a, mask=mask)
-    tl.store(ptr + second, turned_b, mask=mask)
-    return turned_a, turned_b
+def _turn(at, cos, sin, mask, ROWS: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Rotates the neighbours at pointers [ROWS, ROPE] by angles [1, ROPE / 2], in place; returns them."""
+    x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    if INTERLEAVED:
+        a, b = tl.split(tl.reshape(x, (ROWS, ROPE // 2, 2)))
+    else:
+        a, b = tl.split(tl.permute(tl.reshape(x, (ROWS, 2, ROPE // 2)), (0, 2, 1)))
+    turned = tl.join(a * cos - b * sin, b * cos + a * sin)
+    if not INTERLEAVED:
+        turned = tl.permute(turned, (0, 2, 1))
+    turned = tl.reshape(turned, (ROWS, ROPE)).to(at.dtype.element_ty)
+    tl.store(at, turned, mask=mask)
+    return turned
 
 
 @triton.jit
@@ -65,10 +69,8 @@ def _finish_token(
     INTERLEAVED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotation of one token, in place, and its latent's copy in the cache; pointers are the token's."""
-    HALF: tl.constexpr = ROPE // 2
-    i, pair, head = tl.arange(0, RANK), tl.arange(0, HALF), tl.arange(0, BLOCK_H)
-    first = pair * 2 if INTERLEAVED else pair
-    second = first + (1 if INTERLEAVED else HALF)
+    i, r, head = tl.arange(0, RANK), tl.arange(0, ROPE)[None, :], tl.arange(0, BLOCK_H)[:, None]
+    pair = tl.arange(0, ROPE // 2)[None, :]
     gain = tl.load(gain_ptr + i)
     wait(PDL)
     cached = cache_ptr + tl.load(slot_ptr) * (RANK + ROPE)
@@ -78,12 +80,9 @@ def _finish_token(
     normed = x.to(latent.dtype.element_ty)
     tl.store(latent + i, normed)
     tl.store(cached + i, normed.to(cached.dtype.element_ty))
-    a, b = _turn(latent + RANK, cos, sin, first, second, pair < HALF)
-    tl.store(cached + RANK + first, a.to(cached.dtype.element_ty))
-    tl.store(cached + RANK + second, b.to(cached.dtype.element_ty))
-    heads = head[:, None] * q_head
-    there = (head < HEADS)[:, None]
-    _turn(q_ptr + NOPE, cos[None, :], sin[None, :], heads + first[None, :], heads + second[None, :], there)
+    rotated = _turn(latent + RANK + r, cos, sin, r < ROPE, 1, ROPE, INTERLEAVED)
+    tl.store(cached + RANK + r, rotated.to(cached.dtype.element_ty))
+    _turn(q_ptr + NOPE + head * q_head + r, cos, sin, (head < HEADS) & (r < ROPE), BLOCK_H, ROPE, INTERLEAVED)
 
 
 @triton.jit

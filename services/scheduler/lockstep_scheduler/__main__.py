@@ -20,8 +20,9 @@ from lockstep_scheduler import metrics
 from lockstep_scheduler.config import SchedulerConfig
 from lockstep_scheduler.group import GroupSupervisor
 from lockstep_scheduler.ledger import Ledger, NoLedger
-from lockstep_scheduler.loop import Settings, StepLoop
+from lockstep_scheduler.loop import StepLoop
 from lockstep_scheduler.server import SchedulerService
+from lockstep_scheduler.settings import Settings
 
 if TYPE_CHECKING:
     from lockstep_scheduler.redis_ledger import RedisLedger

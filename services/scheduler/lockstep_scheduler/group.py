@@ -11,7 +11,8 @@ from lockstep_common.errors import ConfigError, Conflict, LockstepError
 from lockstep_common.steps import GroupConfig, PlanOutcome, WorkerFacts
 from lockstep_scheduler.client import WorkerClient, WorkerGroup, open_headers
 from lockstep_scheduler.config import SchedulerConfig
-from lockstep_scheduler.loop import Group, StepLoop
+from lockstep_scheduler.loop import StepLoop
+from lockstep_scheduler.settings import Group
 
 log = logging.getLogger(__name__)
 

@@ -11,45 +11,26 @@ measured turnaround, is given to requests that may still come (`_hold`).
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep_common.clock import Clock
-from lockstep_common.errors import (
-    Cancelled,
-    ContextLengthExceeded,
-    DeadlineExceeded,
-    InvalidRequest,
-    LockstepError,
-    Overloaded,
-    RequestLost,
-    Unavailable,
-    Unsupported,
-)
-from lockstep_common.steps import (
-    MAX_LOGPROBS,
-    MAX_PROMPT_SCORES,
-    U32,
-    Body,
-    Header,
-    Kind,
-    PlanOutcome,
-    Sampling,
-    WorkerFacts,
-)
-from lockstep_scheduler import plan
-from lockstep_scheduler.blocks import chain, root
-from lockstep_scheduler.booking import Booked, EventBatch, book, end_event, events, replay_event, scores_event
+from lockstep_common.errors import DeadlineExceeded, LockstepError, Overloaded, Unavailable
+from lockstep_common.steps import U32, Body, Header, Kind, PlanOutcome, Sampling
+from lockstep_scheduler import admission, plan
+from lockstep_scheduler.booking import Booked, EventBatch, book, events, scores_event
 from lockstep_scheduler.ledger import Ledger
+from lockstep_scheduler.lifecycle import Lifecycle
 from lockstep_scheduler.pace import Pace
-from lockstep_scheduler.plan import Limits, RankState, Waiting
+from lockstep_scheduler.plan import Limits, RankState
 from lockstep_scheduler.request import Choice, End, Phase, Request, Slots
+from lockstep_scheduler.settings import Group, Settings
+from lockstep_scheduler.stats import Stats
 from lockstep_scheduler.vote import Point, Position, Rules, agree, point, rules_for
 
 VOTE_INTERVAL = 0.040
@@ -63,57 +44,6 @@ class Workers(Protocol):
     def send(self, header: Header, bodies: Sequence[Body]) -> None:
         """Queues plan `header.seq` to every rank; never blocks. A failure is reported to the group's supervisor."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """How the loop behaves; see config.py for what each option means."""
-
-    max_batched_tokens: int = 2048
-    max_window: int = 16
-    max_waiting: int = 1024
-    vote_interval: float = 0.0  # seconds; 0: by device
-    a: int = 0
-    b: int = 0
-    watermark: float = 0.95
-    max_prefill_tokens_per_point: int = 0
-    prefix_caching: bool = True
-    worker_timeout: float = 60.0
-    grace: float = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """A formed engine group."""
-
-    epoch: int
-    term: int
-    dp: int
-    facts: WorkerFacts
-    max_rows: int
-    max_model_len: int
-
-
-@dataclass(slots=True)
-class Stats:
-    """Counters since the start of the process, read by Load and by the metrics page."""
-
-    generation_tokens: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    preemptions: int = 0
-    overrun_row_steps: int = 0
-    placeholder_steps: int = 0
-    nonfinite_rows: int = 0
-    plans: dict[str, int] = field(default_factory=lambda: {"prefill": 0, "decode": 0})
-    requests: int = 0
-    refused: int = 0
-    ends: dict[str, int] = field(default_factory=lambda: {end.name.lower(): 0 for end in End if end})
-    lead_seconds: float = 0.0
-    leads: int = 0
-    idle_seconds: float = 0.0
-    queue_seconds: float = 0.0
-    admitted: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -145,16 +75,16 @@ class StepLoop:
         """`defer(seconds)` calls `advance` after so many seconds; without it every plan is composed as soon as it may be."""
         self.settings = settings
         self.stats = Stats()
-        self.waiting = Waiting()
+        self.requests = Lifecycle(settings, clock, ledger, emit, self.stats, self.check)
+        self.waiting = self.requests.waiting
+        self.find, self.resume, self.orphan = self.requests.find, self.requests.resume, self.requests.orphan
+        self.submit = self.requests.submit  # the caller calls `advance` when it has submitted all that it holds
         self.group: Group | None = None
         self.draining = False
         self._clock = clock
         self._ledger = ledger
         self._emit = emit
         self._defer = defer
-        self._requests: dict[str, Request] = {}  # all that are not over, and those over less than `grace` ago
-        self._expiry: deque[tuple[float, str]] = deque()
-        self._arrivals = 0
         self._seq = self._step = self._point_tokens = 0
         self._owed = False
         self._inflight: deque[InFlight] = deque()
@@ -337,20 +267,14 @@ class StepLoop:
         self.pace = Pace()
         self._set_rules()
         self._last_booked = self._clock.now()
-        for request in self._requests.values():
-            if not request.done:
-                self._root(request)
+        self.requests.enter(group, self.limits, self.ranks, self.slots)
         self.advance()
 
     def stop(self, error: LockstepError) -> None:
         """The group is lost: every request with progress ends with `error`; those that only wait go on waiting."""
         if self.group is None:
             return
-        for request in list(self._requests.values()):
-            if any(
-                c.phase not in (Phase.WAITING, Phase.ENDED) or len(c.tokens) > c.prompt_len for c in request.choices
-            ):
-                self._end_request(request, End.ERROR, error)
+        self.requests.leave(error)
         for rank in self.ranks:
             self._settle(rank, self._seq)
         self.group = None
@@ -362,155 +286,48 @@ class StepLoop:
     # -- requests -------------------------------------------------------------------------------------------------------
 
     def check(self, prompt: U32, sampling: Sampling, n: int, adapter: str = "") -> None:
-        """Raises what `submit` would refuse the request with; changes nothing."""
-        group = self.group
-        if group is None:
+        """Raises what `submit` would refuse the request with; changes nothing but the count of what was refused."""
+        if self.group is None:
             raise Unavailable("the engine group is not formed yet; try again", retry_after_ms=1000)
         if self.draining:
             raise Unavailable("the scheduler is shutting down; try another one", retry_after_ms=1000)
-        if adapter:
-            raise Unsupported("adapters are not supported", param="adapter")
-        if len(prompt) == 0:
-            raise InvalidRequest("the prompt has no tokens", param="prompt")
-        if len(prompt) >= group.max_model_len:
-            raise ContextLengthExceeded(
-                f"This model's maximum context length is {group.max_model_len} tokens. However, your prompt contains "
-                f"{len(prompt)} input tokens, which leaves no room for an answer.",
-                param="prompt",
-            )
-        if int(prompt.max()) >= group.facts.vocab_size:
-            raise InvalidRequest(f"token id {int(prompt.max())} is out of vocabulary", param="prompt")
-        if not 1 <= n <= group.max_rows:
-            raise InvalidRequest(f"n must be between 1 and {group.max_rows}", param="n")
-        if sampling.max_tokens < 1:
-            raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
-        if sampling.prompt_logprobs > MAX_LOGPROBS:
-            raise InvalidRequest(f"prompt_logprobs must be at most {MAX_LOGPROBS}", param="prompt_logprobs")
-        if len(prompt) * (sampling.prompt_logprobs + 1) > MAX_PROMPT_SCORES:
-            raise InvalidRequest(
-                f"prompt_logprobs: the prompt's tokens times n + 1 must be at most {MAX_PROMPT_SCORES}",
-                param="prompt_logprobs",
-            )
-        pool = self.ranks[0].pool
-        most = min(len(prompt) + self.settings.max_window, self._limit(len(prompt), sampling))
-        if -(-most // pool.block_size) + n - 1 > pool.total:
-            raise InvalidRequest(
-                f"the prompt and its {n} choices need more KV cache than the {pool.total * pool.block_size} tokens there are",
-                param="prompt",
-            )
-        if len(self.waiting) + n > self.settings.max_waiting:
+        vocab_size, pool = self.group.facts.vocab_size, self.ranks[0].pool
+        admission.check_possible(prompt, sampling, n, adapter, vocab_size=vocab_size, limits=self.limits, pool=pool)
+        try:
+            admission.check_room(len(self.waiting), n, self.settings.max_waiting)
+        except Overloaded:
             self.stats.refused += 1
-            raise Overloaded(
-                f"{len(self.waiting)} choices wait already (max_waiting {self.settings.max_waiting}); try again later",
-                retry_after_ms=1000,
-            )
-
-    def submit(
-        self,
-        *,
-        request_id: str,
-        session: int,
-        handle: int,
-        prompt: U32,
-        sampling: Sampling,
-        n: int = 1,
-        priority: int = 0,
-        salt: str = "",
-        deadline: float = math.inf,
-        adapter: str = "",
-    ) -> Request:
-        """Queues a request, or refuses it. The caller calls `advance` when it has submitted all that it holds."""
-        self.check(prompt, sampling, n, adapter)
-        if request_id in self._requests:
-            raise InvalidRequest(f"request id {request_id!r} is in use", param="request_id")
-        self._arrivals += 1
-        request = Request(
-            request_id=request_id,
-            session=session,
-            handle=handle,
-            prompt=prompt,
-            sampling=sampling,
-            n=n,
-            priority=priority,
-            arrival=self._arrivals,
-            arrived=self._clock.now(),
-            salt=salt,
-            limit=self._limit(len(prompt), sampling),
-            deadline=deadline,
-        )
-        request.choices = [Choice(request, i, tokens=prompt) for i in range(n)]
-        self._root(request)
-        self._requests[request_id] = request
-        self.waiting.push(list(request.choices))
-        self.stats.requests += 1
-        return request
+            raise
 
     def cancel(self, request: Request) -> None:
-        self._end_request(request, End.CANCELLED, None)
+        self.requests.end(request, End.CANCELLED, None)
         self.advance()
 
     def finish(self, request: Request, index: int, offset: int) -> None:
-        """The router found a stop string; the device's own end wins if it is booked already (P7)."""
-        if not 0 <= index < len(request.choices):
-            raise InvalidRequest(f"the request has no choice {index}", param="choice")
-        choice = request.choices[index]
-        if choice.phase is Phase.ENDED:
-            return
-        generated = self._generated(choice)
-        if choice.slot >= 0:
-            self.slots.generated[choice.slot] = min(offset, generated)
-        self._end_choice(choice, End.STOP, None, min(offset, generated))
+        """See `Lifecycle.finish`."""
+        self.requests.finish(request, index, offset)
         self.advance()
 
-    def resume(self, request_id: str, session: int, handle: int, offsets: dict[int, int]) -> Request:
-        """Gives a request to a new session, which gets each choice's tokens from its offset on."""
-        request = self._requests.get(request_id)
-        if request is None:
-            raise RequestLost(f"request {request_id} is not held here (any more)")
-        missed = {c.index: self._tokens(c)[offsets.get(c.index, 0) :] for c in request.choices}
-        if request.sampling.logprobs >= 0 and any(len(tokens) for tokens in missed.values()):
-            raise RequestLost(f"request {request_id} asked for logprobs, and those that were missed are not kept")
-        request.session, request.handle = session, handle
-        if request.scores and not request.scores_due and not any(offsets.values()):
-            self._emit(scores_event(request))
-        for choice in request.choices:
-            if choice.slot >= 0:
-                self.slots.session[choice.slot], self.slots.handle[choice.slot] = session, handle
-            offset = min(offsets.get(choice.index, 0), self._generated(choice))
-            if len(missed[choice.index]) or choice.phase is Phase.ENDED:
-                self._emit(replay_event(session, choice, self._tokens(choice), offset))
-        return request
+    @property
+    def unfinished(self) -> int:
+        return self.requests.unfinished
 
-    def orphan(self, session: int) -> None:
-        """A session broke. Its requests go on for `grace` seconds; then they are cancelled."""
-        now = self._clock.now()
-        for request in self._requests.values():
-            if request.session == session:
-                request.session = -1
-                request.orphaned = now
-                for choice in request.choices:
-                    if choice.slot >= 0:
-                        self.slots.session[choice.slot] = -1
+    def _generated(self, choice: Choice) -> int:
+        return self.requests.generated(choice)
+
+    def _tokens(self, choice: Choice) -> U32:
+        return self.requests.tokens(choice)
 
     def tick(self) -> LockstepError | None:
         """What time alone brings about; call it a few times a second. Returns an error if the workers are silent too long."""
-        now = self._clock.now()
-        for request in list(self._requests.values()):
-            if request.done:
-                continue
-            if now >= request.deadline:
-                error = DeadlineExceeded(f"the request's deadline passed with {self._where(request)}")
-                self._end_request(request, End.ERROR, error)
-            elif request.session < 0 and now - request.orphaned > self.settings.grace:
-                self._end_request(request, End.CANCELLED, Cancelled("its router did not come back"))
-        while self._expiry and self._expiry[0][0] <= now:
-            self._requests.pop(self._expiry.popleft()[1], None)
+        self.requests.expire()
         if self.group is None:
             return None
         if not self._inflight:
             for rank in self.ranks:
                 self._settle(rank, self._seq)
         self.advance()
+        now = self._clock.now()
         if self._inflight and now - max(self._last_booked, self._inflight[0].sent) > self.settings.worker_timeout:
             flight = self._inflight[0]
             missing = [i for i, done in enumerate(flight.complete) if not done]
@@ -519,13 +336,6 @@ class StepLoop:
                 f"{self.settings.worker_timeout:.0f} s; missing: dp rank {', '.join(map(str, missing))}"
             )
         return None
-
-    def find(self, request_id: str) -> Request | None:
-        return self._requests.get(request_id)
-
-    @property
-    def unfinished(self) -> int:
-        return sum(not request.done for request in self._requests.values())
 
     @property
     def running(self) -> int:
@@ -635,7 +445,7 @@ class StepLoop:
                 if choice.phase is Phase.DECODE:
                     own = choice.blocks[choice.request.cached // rank.pool.block_size :]
                     rank.pool.withdraw(own)
-            self._retire(choice, End(int(booked.ends[entry])))
+            self.requests.retire(choice, End(int(booked.ends[entry])))
         return errors
 
     def _record(self, seq: int, booked: Booked) -> None:
@@ -673,67 +483,9 @@ class StepLoop:
             if choice.phase is Phase.WAITING:
                 self.waiting.push([choice])
 
-    # -- ends -----------------------------------------------------------------------------------------------------------
-
-    def _end_request(self, request: Request, end: End, error: LockstepError | None) -> None:
-        for choice in request.choices:
-            if choice.phase is not Phase.ENDED:
-                self._end_choice(choice, end, error, self._generated(choice))
-
-    def _end_choice(self, choice: Choice, end: End, error: LockstepError | None, offset: int) -> None:
-        """Ends a choice by the record's own decision, and tells its session."""
-        choice.error = error
-        if choice.slot >= 0:
-            self.slots.alive[choice.slot] = False
-        self._retire(choice, end)
-        if choice.request.session >= 0:
-            self._emit(end_event(choice.request.session, choice, offset))
-
-    def _retire(self, choice: Choice, end: End) -> None:
-        """The one place where a choice becomes ENDED (P7). Its row and blocks are free for the next plan."""
-        assert choice.phase is not Phase.ENDED
-        if choice.phase is Phase.WAITING:
-            self.waiting.discard(choice)
-        elif choice.phase in (Phase.PREFILL, Phase.DECODE):
-            rank = self.ranks[choice.rank]
-            plan.release(rank, choice)
-            rank.held = False
-        choice.phase, choice.end = Phase.ENDED, end
-        self.stats.ends[end.name.lower()] += 1
-        self._ledger.end(choice, self._generated(choice))
-        request = choice.request
-        if request.done:
-            self._expiry.append((self._clock.now() + self.settings.grace, request.request_id))
-
     # -- small things ---------------------------------------------------------------------------------------------------
 
     def _table(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         table = np.full(self.limits.max_rows, -1, np.int64)
         table[self.slots.row[slots]] = slots
         return table
-
-    def _limit(self, prompt_len: int, sampling: Sampling) -> int:
-        assert self.group is not None
-        return min(prompt_len + sampling.max_tokens, self.group.max_model_len)
-
-    def _root(self, request: Request) -> None:
-        """Without a prefix cache no block has a key: nothing is found, and nothing is offered."""
-        assert self.group is not None
-        if not self.settings.prefix_caching:
-            return
-        facts = self.group.facts
-        request.root = root(facts.model, facts.weights_epoch, "", request.salt)
-        keys = chain(request.root, request.prompt, facts.groups[0].block_size)
-        for choice in request.choices:
-            choice.keys = list(keys)
-
-    def _generated(self, choice: Choice) -> int:
-        return int(self.slots.generated[choice.slot]) if choice.slot >= 0 else len(choice.tokens) - choice.prompt_len
-
-    def _tokens(self, choice: Choice) -> U32:
-        return self.slots.generated_tokens(choice.slot) if choice.slot >= 0 else choice.tokens[choice.prompt_len :]
-
-    def _where(self, request: Request) -> str:
-        if all(c.phase is Phase.WAITING for c in request.choices):
-            return f"the request still waiting ({len(self.waiting)} choices in the queue)"
-        return f"{sum(self._generated(c) for c in request.choices)} tokens generated"

@@ -18,8 +18,9 @@ from lockstep_common.steps import U32, u32, u64
 from lockstep_proto.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from lockstep_scheduler.booking import EventBatch
 from lockstep_scheduler.ledger import Ledger
-from lockstep_scheduler.loop import Group, StepLoop
+from lockstep_scheduler.loop import StepLoop
 from lockstep_scheduler.request import Request
+from lockstep_scheduler.settings import Group
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,36 @@
+"""How a shard behaves, and the engine group that it drives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lockstep_common.steps import WorkerFacts
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How the loop behaves; see config.py for what each option means."""
+
+    max_batched_tokens: int = 2048
+    max_window: int = 16
+    max_waiting: int = 1024
+    vote_interval: float = 0.0  # seconds; 0: by device
+    a: int = 0
+    b: int = 0
+    watermark: float = 0.95
+    max_prefill_tokens_per_point: int = 0
+    prefix_caching: bool = True
+    worker_timeout: float = 60.0
+    grace: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A formed engine group."""
+
+    epoch: int
+    term: int
+    dp: int
+    facts: WorkerFacts
+    max_rows: int
+    max_model_len: int

@@ -18,7 +18,6 @@ from lockstep_kernels.linear.packed import Layout, Packed
 from lockstep_kernels.rms_norm import Norm, rms_norm
 from lockstep_kernels.swiglu import kernel as elementwise
 
-
 SMALL_WEIGHT: Final = 1 << 22  # elements
 
 

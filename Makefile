@@ -34,8 +34,10 @@ serve: setup  ## serve a chat model here: http://127.0.0.1:8000 (options: make s
 model: setup  ## fetch the chat model that `serve` and the tests use into the user's cache
 	@$(VENV)/bin/lockstep model get $(MODEL)
 
+# First what needs no machine of its own, side by side, then what starts services; 5: ARGS selected no test there.
 test: setup model  ## every test that takes seconds (options: make test ARGS="-k router")
-	$(PY) -m pytest tests -m "not slow and not gpu" $(ARGS)
+	$(PY) -m pytest tests/unit tests/kernels -m "not slow and not gpu" -n auto --maxprocesses 4 $(ARGS) || test $$? = 5
+	$(PY) -m pytest tests --ignore tests/unit --ignore tests/kernels -m "not slow and not gpu" $(ARGS) || test $$? = 5
 
 test-all: setup model  ## every test, also those that take minutes
 	$(PY) -m pytest tests -m "not gpu" $(ARGS)

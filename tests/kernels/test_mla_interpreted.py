@@ -20,7 +20,10 @@ from lockstep_worker.models import load_model  # isort: skip
 from tests.kernels.sequences import EVERY, Sequences  # isort: skip
 from tests.kernels.test_oracles_deepseek import V2_LITE, V3, VOCAB, randomize  # isort: skip
 
-pytestmark = pytest.mark.skipif(ON_GPU, reason="kernels are compiled here: see test_mla_model")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(ON_GPU, reason="kernels are compiled here: see test_mla_model"),
+]
 
 WIDTHS = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "num_hidden_layers": 2}
 

@@ -52,6 +52,20 @@ def quantised(weight: torch.Tensor, blocks: bool) -> Fp8Weight:
     return Fp8Weight(values.contiguous().to(E4M3), scale)
 
 
+def in_8_bits(
+    tensors: dict[str, torch.Tensor], blocks: bool, endings: tuple[str, ...]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A checkpoint whose weights of these names are in 8 bits, and the one in float32 that it stands for."""
+    stored, wide = dict(tensors), dict(tensors)
+    for name, tensor in tensors.items():
+        if name.endswith(endings):
+            weight = quantised(tensor, blocks)
+            stored[name], wide[name] = weight.values, dequantise(weight, torch.float32)
+            scale = weight.scale if blocks else weight.scale[:, None].contiguous()
+            stored[name.removesuffix("weight") + ("weight_scale_inv" if blocks else "weight_scale")] = scale
+    return stored, wide
+
+
 @pytest.fixture(params=["blocks", "rows"])
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Path]:
     """transformers' model of the dequantised weights, and the directory of the quantised ones."""
@@ -63,17 +77,13 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Path]:
     torch.manual_seed(0)
     model: Any = transformers.Qwen3ForCausalLM(config)
     model.eval()
-    tensors = {}
-    for name, parameter in model.state_dict().items():
-        if not name.endswith("_proj.weight"):
-            tensors[name] = parameter
-            continue
-        weight = quantised(parameter * 4, blocks)
-        tensors[name] = weight.values
-        suffix = "weight_scale_inv" if blocks else "weight_scale"
-        tensors[name.removesuffix("weight") + suffix] = weight.scale if blocks else weight.scale[:, None].contiguous()
-        parameter.copy_(dequantise(weight, torch.float32))
-    save_file(tensors, str(tmp_path / SINGLE))
+    tensors = {
+        name: parameter * 4 if name.endswith("_proj.weight") else parameter
+        for name, parameter in model.state_dict().items()
+    }
+    stored, wide = in_8_bits(tensors, blocks, ("_proj.weight",))
+    model.load_state_dict(wide)
+    save_file(stored, str(tmp_path / SINGLE))
     fields = config.to_dict() | {"quantization_config": BLOCKS if blocks else ROWS}
     (tmp_path / CONFIG).write_text(json.dumps(fields | {"architectures": ["Qwen3ForCausalLM"]}))
     return model, tmp_path

@@ -26,7 +26,8 @@ from lockstep_kernels.fp8 import E4M3  # isort: skip
 from lockstep_worker.models import Model, decoder, load_model  # isort: skip
 from lockstep_worker.weights import SINGLE  # isort: skip
 from tests.kernels.sequences import EVERY, Sequences  # isort: skip
-from tests.kernels.test_oracles import BASE, VOCAB, randomize  # isort: skip
+from tests.kernels.oracles import VOCAB, build  # isort: skip
+from tests.kernels.test_oracles import BASE  # isort: skip
 from tests.kernels.test_oracles_deepseek import V2_LITE  # isort: skip
 
 RMS, LARGEST = 2**-4, 2**-1.5
@@ -43,10 +44,7 @@ LARGE: dict[str, Any] = BASE | {
 
 
 def make(path: Path, fields: dict[str, Any]) -> Path:
-    with torch.no_grad():
-        model: Any = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**fields))
-        randomize(model, 1, fields["tie_word_embeddings"])
-    model.save_pretrained(path)
+    build("Qwen3", fields, path)
     return path
 
 

@@ -10,18 +10,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from lockstep_common.steps import Kind
 from lockstep_worker.inputs import StepInputs
 from lockstep_worker.models import Model, load_model
 from tests.kernels.device import DEVICE, requires_gpu
+from tests.kernels.oracles import VOCAB, build
 from tests.kernels.sequences import EVERY, Chunk, Sequences
-from tests.kernels.test_oracles import BASE, ORACLES, VOCAB, randomize
+from tests.kernels.test_oracles import BASE, ORACLES
 
 pytestmark = [requires_gpu, pytest.mark.gpu]
 
@@ -39,12 +38,8 @@ FAMILIES = ORACLES | {
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    family, fields = FAMILIES[request.param]
     path: Path = tmp_path_factory.mktemp(request.param)
-    with torch.no_grad():
-        model: Any = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**fields))
-        randomize(model, 1, fields["tie_word_embeddings"])
-    model.to(torch.float16).save_pretrained(path)
+    build(*FAMILIES[request.param], path, torch.float16)
     return path
 
 

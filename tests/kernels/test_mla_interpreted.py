@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from lockstep_common.steps import Kind
 from tests.kernels.device import ON_GPU
@@ -18,7 +17,8 @@ from lockstep_kernels.mla import Expansion, LatentBatch, Prepared, cuda  # isort
 from lockstep_kernels.rms_norm import Norm  # isort: skip
 from lockstep_worker.models import load_model  # isort: skip
 from tests.kernels.sequences import EVERY, Sequences  # isort: skip
-from tests.kernels.test_oracles_deepseek import V2_LITE, V3, VOCAB, randomize  # isort: skip
+from tests.kernels.oracles import VOCAB, build  # isort: skip
+from tests.kernels.test_oracles_deepseek import V2_LITE, V3  # isort: skip
 
 pytestmark = [
     pytest.mark.slow,
@@ -68,12 +68,7 @@ def attention(
 @pytest.mark.parametrize(("family", "values"), [("DeepseekV2", V2_LITE), ("DeepseekV3", V3)])
 def test_a_model(family: str, values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two prompts in chunks, captured ones too, then steps whose lengths the host does not know."""
-    with torch.no_grad():
-        oracle = getattr(transformers, f"{family}ForCausalLM")(
-            getattr(transformers, f"{family}Config")(**values | WIDTHS)
-        )
-        randomize(oracle, 1)
-    oracle.save_pretrained(tmp_path)
+    build(family, values | WIDTHS, tmp_path)
     model = load_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"), deterministic=True)
     generator = torch.Generator().manual_seed(4)
     tokens = [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in (43, 38)]

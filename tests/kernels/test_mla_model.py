@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from lockstep_common.steps import Kind
 from lockstep_worker.inputs import StepInputs
 from lockstep_worker.models import Model, load_model
 from tests.kernels.device import DEVICE, requires_gpu
+from tests.kernels.oracles import VOCAB, build
 from tests.kernels.sequences import EVERY, Chunk, Sequences
-from tests.kernels.test_oracles_deepseek import V2_LITE, V3, VOCAB, randomize
+from tests.kernels.test_oracles_deepseek import V2_LITE, V3
 
 RMS, LARGEST = 2**-5, 2**-2.5
 OFF = 0.5  # the share of tokens that other experts may have touched
@@ -45,12 +45,8 @@ pytestmark = requires_gpu
 @pytest.fixture(scope="module", params=list(CASES))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Model, Model]:
     """The model on CPU and on the GPU."""
-    family, values = CASES[request.param]
     directory: Path = tmp_path_factory.mktemp("model")
-    with torch.no_grad():
-        model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**values))
-        randomize(model, 1)
-    model.to(torch.bfloat16).save_pretrained(directory)
+    build(*CASES[request.param], directory, torch.bfloat16)
     places = ((torch.float32, torch.device("cpu")), (torch.bfloat16, DEVICE))
     cpu, gpu = (load_model(directory, dtype=d, device=p, deterministic=p.type == "cpu") for d, p in places)
     return request.param, cpu, gpu

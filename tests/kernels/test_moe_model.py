@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from lockstep_worker.models import Model, load_model
 from tests.kernels.device import DEVICE, requires_gpu
+from tests.kernels.oracles import build
 from tests.kernels.test_mla_model import (  # what holds for every family is tested with this file's `pair`
     test_a_captured_step_follows_the_lengths_on_the_device,
     test_chunks_and_decode_steps,
     test_whole_prompts,
 )
-from tests.kernels.test_oracles_deepseek import randomize
 from tests.kernels.test_oracles_moe import GLM4_MOE, MIXTRAL, QWEN3_MOE
 
 __all__ = [
@@ -45,12 +44,8 @@ pytestmark = requires_gpu
 @pytest.fixture(scope="module", params=list(CASES))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Model, Model]:
     """The model on CPU and on the GPU."""
-    family, values = CASES[request.param]
     directory: Path = tmp_path_factory.mktemp("model")
-    with torch.no_grad():
-        model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**values))
-        randomize(model, 1)
-    model.to(torch.bfloat16).save_pretrained(directory)
+    build(*CASES[request.param], directory, torch.bfloat16)
     places = ((torch.float32, torch.device("cpu")), (torch.bfloat16, DEVICE))
     cpu, gpu = (load_model(directory, dtype=d, device=p, deterministic=p.type == "cpu") for d, p in places)
     return request.param, cpu, gpu

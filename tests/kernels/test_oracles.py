@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
 
-from lockstep_common.steps import Kind
-from lockstep_worker.models import Model, load_model
-from tests.kernels.sequences import EVERY, Sequences
+from lockstep_worker.models import Model
+from tests.kernels.oracles import (  # the tests among them take this file's `pair`
+    VOCAB,
+    build,
+    load,
+    test_greedy_tokens,
+    test_logits_of_a_whole_prompt,
+    test_logits_of_chunks_and_decode_steps,
+)
 
-VOCAB = 257
-LENGTH = 83  # past a tile of keys
-TOLERANCE = 1e-5
+__all__ = ["test_greedy_tokens", "test_logits_of_a_whole_prompt", "test_logits_of_chunks_and_decode_steps"]
 
 BASE: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -64,78 +64,8 @@ ORACLES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def randomize(model: torch.nn.Module, seed: int, tied: bool) -> None:
-    """Every parameter drawn anew: nothing stays at a 0 or 1 that would hide a fault, and logits have a spread of about 1."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        if "norm" in name:
-            parameter.copy_(1 + 0.1 * noise)
-        elif parameter.dim() == 1:
-            parameter.copy_(0.2 * noise)
-        else:
-            plain = "embed" in name and not tied
-            parameter.copy_(noise if plain else noise / parameter.shape[-1] ** 0.5)
-
-
 @pytest.fixture(scope="module", params=list(ORACLES))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Model]:
     """transformers' model and ours, of the same directory."""
-    family, fields = ORACLES[request.param]
     directory = tmp_path_factory.mktemp(request.param)
-    with torch.no_grad():
-        oracle = getattr(transformers, f"{family}ForCausalLM")(
-            getattr(transformers, f"{family}Config")(**fields)
-        ).eval()
-        randomize(oracle, 1, fields["tie_word_embeddings"])
-    oracle.save_pretrained(directory)
-    return oracle, load(directory)
-
-
-def load(directory: Path) -> Model:
-    return load_model(directory, dtype=torch.float32, device=torch.device("cpu"), deterministic=True)
-
-
-def prompt() -> list[int]:
-    return torch.randint(2, VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(2)).tolist()
-
-
-def expected(oracle: Any, tokens: list[int]) -> torch.Tensor:
-    with torch.no_grad():
-        logits: torch.Tensor = oracle(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
-    return logits
-
-
-def test_logits_of_a_whole_prompt(pair: tuple[Any, Model]) -> None:
-    oracle, model = pair
-    want = expected(oracle, prompt())
-    got = Sequences(model, [prompt()]).run(Kind.PREFILL, [(0, 0, LENGTH)], wanted=EVERY)
-    assert 0.5 < want.std() < 2
-    torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
-
-
-def test_logits_of_chunks_and_decode_steps(pair: tuple[Any, Model]) -> None:
-    oracle, model = pair
-    want = expected(oracle, prompt())
-    sequences = Sequences(model, [prompt()], block_size=4)
-    cuts = [0, 13, 64, 70]
-    for start, end in itertools.pairwise(cuts):
-        got = sequences.run(Kind.PREFILL, [(0, start, end)], wanted=EVERY)
-        torch.testing.assert_close(got, want[start:end], rtol=0, atol=TOLERANCE)
-    for position in range(cuts[-1], LENGTH):
-        got = sequences.run(Kind.DECODE, [(0, position, position + 1)])
-        torch.testing.assert_close(got, want[position : position + 1], rtol=0, atol=TOLERANCE)
-
-
-def test_greedy_tokens(pair: tuple[Any, Model]) -> None:
-    oracle, model = pair
-    start = prompt()[:9]
-    with torch.no_grad():
-        want = oracle.generate(torch.tensor([start]), max_new_tokens=32, do_sample=False, eos_token_id=None)[0].tolist()
-    sequences = Sequences(model, [start])
-    tokens = sequences.tokens[0]
-    logits = sequences.run(Kind.PREFILL, [(0, 0, len(start))])
-    while len(tokens) < len(start) + 32:
-        tokens.append(int(logits[0].argmax()))
-        logits = sequences.run(Kind.DECODE, [(0, len(tokens) - 1, len(tokens))])
-    assert tokens == want
+    return build(*ORACLES[request.param], directory), load(directory)

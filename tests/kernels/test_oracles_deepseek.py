@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from lockstep_common.errors import ConfigError
 from lockstep_common.steps import Kind
-from lockstep_kernels.fp8 import dequantise
 from lockstep_worker.models import Model, deepseek, load_model
 from lockstep_worker.weights import ConfigFile
+from tests.kernels.oracles import (  # the tests among them take this file's `pair`
+    LENGTH,
+    VOCAB,
+    build,
+    load,
+    prompt,
+    test_greedy_tokens,
+    test_logits_of_a_whole_prompt,
+    test_logits_of_chunks_and_decode_steps,
+)
 from tests.kernels.sequences import EVERY, Sequences
-from tests.kernels.test_fp8_oracles import BLOCKS, ROWS, quantised
+from tests.kernels.test_fp8_oracles import BLOCKS, ROWS, in_8_bits
 
-VOCAB = 257
-LENGTH = 83  # past a tile of keys, and past the positions that YaRN starts from
-TOLERANCE = 1e-5
+__all__ = ["test_greedy_tokens", "test_logits_of_a_whole_prompt", "test_logits_of_chunks_and_decode_steps"]
 
 MLA: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -95,96 +100,18 @@ ORACLES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def randomize(model: torch.nn.Module, seed: int) -> None:
-    """Every parameter drawn anew: nothing stays at a 0 or 1 that would hide a fault; routers spread their scores."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-        noise = torch.randn(tensor.shape, generator=generator)
-        if "inv_freq" in name:
-            continue
-        if "norm" in name:
-            tensor.copy_(1 + 0.1 * noise)
-        elif tensor.dim() == 1:
-            tensor.copy_(0.1 * noise)
-        elif "embed" in name:
-            tensor.copy_(noise)
-        else:
-            tensor.copy_(noise * (2.0 if "gate.weight" in name else 1.0) / tensor.shape[-1] ** 0.5)
-
-
-def build(name: str, directory: Path) -> Any:
-    """transformers' model of that name, saved to the directory as well."""
-    family, values = ORACLES[name]
-    config = getattr(transformers, f"{family}Config")(**values)
-    with torch.no_grad():
-        oracle = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-        randomize(oracle, 1)
-    oracle.save_pretrained(directory)
-    return oracle
-
-
 @pytest.fixture(scope="module", params=list(ORACLES))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Model]:
     """transformers' model and ours, of the same directory."""
     directory = tmp_path_factory.mktemp(request.param)
-    oracle = build(request.param, directory)
-    return oracle, load(directory)
-
-
-def load(directory: Path) -> Model:
-    return load_model(directory, dtype=torch.float32, device=torch.device("cpu"), deterministic=True)
-
-
-def prompt() -> list[int]:
-    return torch.randint(2, VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(2)).tolist()
-
-
-def expected(oracle: Any, tokens: list[int]) -> torch.Tensor:
-    with torch.no_grad():
-        logits: torch.Tensor = oracle(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
-    return logits
-
-
-def test_logits_of_a_whole_prompt(pair: tuple[Any, Model]) -> None:
-    oracle, model = pair
-    want = expected(oracle, prompt())
-    got = Sequences(model, [prompt()]).run(Kind.PREFILL, [(0, 0, LENGTH)], wanted=EVERY)
-    assert 0.5 < want.std() < 2
-    torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
-
-
-def test_logits_of_chunks_and_decode_steps(pair: tuple[Any, Model]) -> None:
-    oracle, model = pair
-    want = expected(oracle, prompt())
-    sequences = Sequences(model, [prompt()], block_size=4)
-    cuts = [0, 13, 64, 70]
-    for start, end in itertools.pairwise(cuts):
-        got = sequences.run(Kind.PREFILL, [(0, start, end)], wanted=EVERY)
-        torch.testing.assert_close(got, want[start:end], rtol=0, atol=TOLERANCE)
-    for position in range(cuts[-1], LENGTH):
-        got = sequences.run(Kind.DECODE, [(0, position, position + 1)])
-        torch.testing.assert_close(got, want[position : position + 1], rtol=0, atol=TOLERANCE)
-
-
-def test_greedy_tokens(pair: tuple[Any, Model]) -> None:
-    oracle, model = pair
-    start = prompt()[:9]
-    with torch.no_grad():
-        want = oracle.generate(torch.tensor([start]), max_new_tokens=32, do_sample=False, eos_token_id=None)[0].tolist()
-    sequences = Sequences(model, [start])
-    tokens = sequences.tokens[0]
-    logits = sequences.run(Kind.PREFILL, [(0, 0, len(start))])
-    while len(tokens) < len(start) + 32:
-        tokens.append(int(logits[0].argmax()))
-        logits = sequences.run(Kind.DECODE, [(0, len(tokens) - 1, len(tokens))])
-    assert tokens == want
+    return build(*ORACLES[request.param], directory), load(directory)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["v2-lite", "v3"])
 def test_bits_do_not_depend_on_the_batch_nor_on_the_cut(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Nor, where one form of the weights serves prompts and decode steps, on which of both a token came in."""
-    build(name, tmp_path)
+    build(*ORACLES[name], tmp_path)
     model = load_model(tmp_path, dtype=dtype, device=torch.device("cpu"), deterministic=True)
     generator = torch.Generator().manual_seed(3)
     lens = [1, 17, 64, 65, 100]
@@ -211,15 +138,9 @@ def test_bits_do_not_depend_on_the_batch_nor_on_the_cut(name: str, dtype: torch.
 @pytest.mark.parametrize("name", ["v2-lite", "v3"])
 def test_weights_of_8_bits(name: str, blocks: bool, tmp_path: Path) -> None:
     """They are the weights that their values and scales stand for."""
-    build(name, tmp_path)
+    build(*ORACLES[name], tmp_path)
     file = tmp_path / "model.safetensors"
-    stored, wide = load_file(file), load_file(file)
-    for key, tensor in load_file(file).items():
-        if key.endswith(("_proj.weight", "_mqa.weight")):
-            weight = quantised(tensor, blocks)
-            stored[key], wide[key] = weight.values, dequantise(weight, torch.float32)
-            scale = weight.scale if blocks else weight.scale[:, None].contiguous()
-            stored[key.removesuffix("weight") + ("weight_scale_inv" if blocks else "weight_scale")] = scale
+    stored, wide = in_8_bits(load_file(file), blocks, ("_proj.weight", "_mqa.weight"))
     save_file(wide, file, metadata={"format": "pt"})
     want = Sequences(load(tmp_path), [prompt()]).run(Kind.PREFILL, [(0, 0, LENGTH)])
     save_file(stored, file, metadata={"format": "pt"})
@@ -228,7 +149,7 @@ def test_weights_of_8_bits(name: str, blocks: bool, tmp_path: Path) -> None:
 
 
 def test_layers_for_further_tokens_are_passed_over_by_name(tmp_path: Path) -> None:
-    build("v3", tmp_path)
+    build(*ORACLES["v3"], tmp_path)
     want = Sequences(load(tmp_path), [prompt()]).run(Kind.PREFILL, [(0, 0, LENGTH)])
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -240,7 +161,7 @@ def test_layers_for_further_tokens_are_passed_over_by_name(tmp_path: Path) -> No
 
 
 def test_the_older_form_of_rope_settings(tmp_path: Path) -> None:
-    build("v2-lite", tmp_path)
+    build(*ORACLES["v2-lite"], tmp_path)
     want = Sequences(load(tmp_path), [prompt()]).run(Kind.PREFILL, [(0, 0, LENGTH)])
     edit(
         tmp_path,

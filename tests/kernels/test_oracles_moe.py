@@ -8,26 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from lockstep_common.errors import ConfigError
 from lockstep_common.steps import Kind
-from lockstep_kernels.fp8 import dequantise
 from lockstep_worker.models import Model, load_model
-from tests.kernels.sequences import Sequences
-from tests.kernels.test_fp8_oracles import BLOCKS, ROWS, quantised
-from tests.kernels.test_oracles import BASE
-from tests.kernels.test_oracles_deepseek import (  # what holds for every family is tested with this file's `pair`
+from tests.kernels.oracles import (  # the tests among them take this file's `pair`
     LENGTH,
     VOCAB,
+    build,
     load,
     prompt,
-    randomize,
     test_greedy_tokens,
     test_logits_of_a_whole_prompt,
     test_logits_of_chunks_and_decode_steps,
 )
+from tests.kernels.sequences import Sequences
+from tests.kernels.test_fp8_oracles import BLOCKS, ROWS, in_8_bits
+from tests.kernels.test_oracles import BASE
 
 __all__ = ["test_greedy_tokens", "test_logits_of_a_whole_prompt", "test_logits_of_chunks_and_decode_steps"]
 
@@ -78,30 +76,17 @@ ORACLES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def build(name: str, directory: Path) -> Any:
-    """transformers' model of that name, saved to the directory as well."""
-    family, values = ORACLES[name]
-    config = getattr(transformers, f"{family}Config")(**values)
-    config._experts_implementation = "eager"
-    with torch.no_grad():
-        oracle = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-        randomize(oracle, 1)
-    oracle.save_pretrained(directory)
-    return oracle
-
-
 @pytest.fixture(scope="module", params=list(ORACLES))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Model]:
     """transformers' model and ours, of the same directory."""
     directory = tmp_path_factory.mktemp(request.param)
-    oracle = build(request.param, directory)
-    return oracle, load(directory)
+    return build(*ORACLES[request.param], directory), load(directory)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["qwen3-moe", "glm4-moe"])
 def test_bits_do_not_depend_on_the_batch(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    build(name, tmp_path)
+    build(*ORACLES[name], tmp_path)
     model = load_model(tmp_path, dtype=dtype, device=torch.device("cpu"), deterministic=True)
     generator = torch.Generator().manual_seed(3)
     lens = [1, 17, 64, 65, 100]
@@ -120,7 +105,7 @@ def test_bits_do_not_depend_on_the_batch(name: str, dtype: torch.dtype, tmp_path
 @pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "glm4-moe"])
 def test_experts_that_are_stored_as_one_tensor(name: str, tmp_path: Path) -> None:
     """As transformers holds them in memory: `mlp.experts.gate_up_proj` [E, 2i, d] and `mlp.experts.down_proj` [E, d, i]."""
-    oracle = build(name, tmp_path)
+    oracle = build(*ORACLES[name], tmp_path)
     want = Sequences(load(tmp_path), [prompt()]).run(Kind.PREFILL, [(0, 0, LENGTH)])
     file = tmp_path / "model.safetensors"
     save_file({k: v.contiguous() for k, v in oracle.state_dict().items()}, file, metadata={"format": "pt"})
@@ -132,15 +117,9 @@ def test_experts_that_are_stored_as_one_tensor(name: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", ["qwen3-moe", "glm4-moe-groups"])
 def test_experts_of_8_bits(name: str, blocks: bool, tmp_path: Path) -> None:
     """They are the experts that their values and scales stand for."""
-    build(name, tmp_path)
+    build(*ORACLES[name], tmp_path)
     file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
-    stored, wide = load_file(file), load_file(file)
-    for key, tensor in load_file(file).items():
-        if key.endswith("_proj.weight"):
-            weight = quantised(tensor, blocks)
-            stored[key], wide[key] = weight.values, dequantise(weight, torch.float32)
-            scale = weight.scale if blocks else weight.scale[:, None].contiguous()
-            stored[key.removesuffix("weight") + ("weight_scale_inv" if blocks else "weight_scale")] = scale
+    stored, wide = in_8_bits(load_file(file), blocks, ("_proj.weight",))
     save_file(wide, file, metadata={"format": "pt"})
     want = Sequences(load(tmp_path), [prompt()]).run(Kind.PREFILL, [(0, 0, LENGTH)])
     save_file(stored, file, metadata={"format": "pt"})
@@ -149,7 +128,7 @@ def test_experts_of_8_bits(name: str, blocks: bool, tmp_path: Path) -> None:
 
 
 def test_layers_for_further_tokens_are_passed_over_by_name(tmp_path: Path) -> None:
-    build("glm4-moe", tmp_path)
+    build(*ORACLES["glm4-moe"], tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     save_file(tensors | {"model.layers.3.enorm.weight": torch.ones(64)}, file, metadata={"format": "pt"})

@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from lockstep_common.steps import Kind
 from lockstep_worker.inputs import StepInputs
 from lockstep_worker.models import Model, load_model
 from tests.kernels.device import DEVICE, requires_gpu
+from tests.kernels.oracles import VOCAB, build
 from tests.kernels.routes import Route, Routes
 from tests.kernels.sequences import EVERY, Chunk, Sequences
-from tests.kernels.test_oracles_deepseek import V2, V2_LITE, V3, VOCAB, randomize
+from tests.kernels.test_oracles_deepseek import V2, V2_LITE, V3
 
 CPU = torch.device("cpu")
 RMS, LARGEST, NOISE = 2**-5, 2**-2.5, 2**-5
@@ -39,12 +39,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.fixture(scope="module", params=list(CASES))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Model]:
     """The model in float32 on CPU, and in bfloat16 where it is served."""
-    family, values = CASES[request.param]
     directory: Path = tmp_path_factory.mktemp("model")
-    with torch.no_grad():
-        model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**values))
-        randomize(model, 1)
-    model.to(torch.bfloat16).save_pretrained(directory)
+    build(*CASES[request.param], directory, torch.bfloat16)
     exact = load_model(directory, dtype=torch.float32, device=CPU, deterministic=True)
     return exact, load_model(directory, dtype=torch.bfloat16, device=DEVICE, deterministic=False)
 

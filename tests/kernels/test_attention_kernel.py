@@ -317,6 +317,25 @@ def test_dense_parts_are_neighbours_of_one_length_without_a_prefix() -> None:
     assert all(first == sum(new[:i]) + position - (lens[i] - new[i]) for first, position, _, i in left)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [(torch.float32, 64), (torch.bfloat16, 20), (torch.bfloat16, 136), (torch.float16, 256)]
+)
+def test_what_cudnn_has_no_kernel_for_is_not_given_to_it(dtype: torch.dtype, head_dim: int) -> None:
+    batch = PagedBatch((2048,), (2048,), torch.ones(1, 32, dtype=torch.int64), 64)
+    plan = cuda.prepare(
+        batch,
+        group=1,
+        kv_heads=1,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=DEVICE,
+        deterministic=False,
+        new_kv=True,
+    )
+    assert isinstance(plan, cuda.PrefillPlan) and not plan.dense
+    assert sum(tokens for _, _, tokens, _ in plan.tasks.tolist()) == 2048
+
+
 def test_decode_steps_with_bad_lengths_are_refused() -> None:
     table, lens = torch.ones(2, 2, dtype=torch.int64), torch.ones(2, dtype=torch.int64)
     with pytest.raises(ValueError, match="up to 33 positions do not fit"):

@@ -25,6 +25,7 @@ from lockstep_kernels.attention.batch import PagedBatch
 
 MERGED: Final = 8192  # partial sums that a program merges at a time
 DENSE_FROM: Final = 512  # tokens from which on cuDNN is faster
+DENSE_WIDEST: Final = 128  # head that cuDNN takes
 DENSE_UNIT: Final = 512  # cuDNN prepares a plan for each length it meets: let there be few
 
 
@@ -121,7 +122,8 @@ def prepare(
         tiling = tiling or choose_tiling(head_dim, dtype, batch.block_size)
         if batch.query_starts is not None:
             return _plan_captured_prefill(batch, batch.query_starts, group, tiling)
-        return _plan_prefill(batch, group, device, new_kv and not deterministic, tiling)
+        dense = new_kv and not deterministic and _cudnn_takes(dtype, head_dim)
+        return _plan_prefill(batch, group, device, dense, tiling)
     split = split or choose_split(head_dim, dtype, device, deterministic)
     return _plan_decode(batch, batch.lens, group, kv_heads, head_dim, split)
 
@@ -293,6 +295,11 @@ def _plan_captured_prefill(batch: PagedBatch, query_starts: torch.Tensor, group:
         WIDTH=triton.next_power_of_2(sequences + 1),
     )
     return PrefillPlan(batch, tasks, tiling, ())
+
+
+def _cudnn_takes(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether cuDNN has a kernel for operands beside a cache of this dtype: of 16 bits, heads of whole 16-byte pieces."""
+    return dtype.itemsize <= 2 and head_dim % 8 == 0 and head_dim <= DENSE_WIDEST
 
 
 def _dense_parts(batch: PagedBatch) -> Iterator[Dense]:

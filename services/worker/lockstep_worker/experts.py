@@ -31,7 +31,6 @@ __all__ = [
     "Local",
     "Routing",
     "load_expert_mlp",
-    "load_experts",
     "read_routing",
 ]
 
@@ -169,25 +168,7 @@ def load_expert_mlp(
     corrected: bool = False,
     names: ExpertNames = ExpertNames(),
 ) -> ExpertMlp:
-    """The feed-forward half behind the norm of that name, whose tensors' names begin with `prefix`; see `load_experts`."""
-    experts = load_experts(
-        weights, prefix, routing, hidden=hidden, width=width, shared=shared, corrected=corrected, names=names
-    )
-    return ExpertMlp(weights.norm(norm, hidden), experts)
-
-
-def load_experts(
-    weights: WeightSource,
-    prefix: str,
-    routing: Routing,
-    *,
-    hidden: int,
-    width: int,
-    shared: int = 0,
-    corrected: bool = False,
-    names: ExpertNames = ExpertNames(),
-) -> Experts:
-    """Reads a layer's experts, one at a time, straight into their stack.
+    """A layer's feed-forward half behind the norm of that name. Reads experts one at a time, straight into their stack.
 
     Below `prefix` ("model.layers.3.mlp.") stand gate.weight [E, d], with `corrected` gate.e_score_correction_bias [E], the
     routed experts (experts.N.gate_proj.weight and so on, or the stacks experts.gate_up_proj [E, 2i, d] and experts.down_proj
@@ -218,7 +199,8 @@ def load_experts(
         gates, ups, downs = (split(weight, shared, dim) for weight, dim in zip(joint, (0, 0, 1), strict=True))
         for s, parts in enumerate(zip(gates, ups, downs, strict=True)):
             stack.put(count + s, *parts)
-    return Experts.pack(routing, gate, stack.finish(), correction=correction)
+    experts = Experts.pack(routing, gate, stack.finish(), correction=correction)
+    return ExpertMlp(weights.norm(norm, hidden), experts)
 
 
 def _read(

@@ -13,6 +13,7 @@ import triton.language as tl
 from lockstep_kernels import dependent
 from lockstep_kernels.dependent import release, wait
 from lockstep_kernels.fp8.reference import BLOCK, LARGEST, SMALLEST
+from lockstep_kernels.linear.kernel import store_tile, tile_of_program
 
 
 @triton.jit
@@ -110,15 +111,10 @@ def _tiles(
     PLUS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One tile of the result a program; order of programs as in `lockstep_kernels.linear.kernel`."""
+    """One tile of the result by a program, added over k from 0 on."""
     release(PDL)
     GROUPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    across = tl.cdiv(N, BLOCK_N)
-    group = tl.program_id(0) // (GROUP_M * across)
-    place = tl.program_id(0) % (GROUP_M * across)
-    high = tl.minimum(tl.cdiv(rows, BLOCK_M) - group * GROUP_M, GROUP_M)
-    m = (group * GROUP_M + place % high) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = place // high * BLOCK_N + tl.arange(0, BLOCK_N)
+    m, n = tile_of_program(rows, N, BLOCK_M, BLOCK_N, GROUP_M)
     k = tl.arange(0, BLOCK_K)
     inside_m, inside_n = (m < rows)[:, None], (n < N)[None, :]
     x_tile = x_ptr + m.to(tl.int64)[:, None] * K + k[None, :]
@@ -140,12 +136,7 @@ def _tiles(
         x_scale = tl.load(x_scale_ptr + m, mask=m < rows, other=0.0)
         w_scale = tl.load(w_scale_ptr + n, mask=n < N, other=0.0)
         acc = acc * x_scale[:, None] * w_scale[None, :]
-    if BIAS:
-        acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    at_out = m.to(tl.int64)[:, None] * N + n[None, :]
-    if PLUS:
-        acc += tl.load(plus_ptr + at_out, mask=inside_m & inside_n, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at_out, acc.to(out_ptr.dtype.element_ty), mask=inside_m & inside_n)
+    store_tile(acc, m, n, bias_ptr, plus_ptr, out_ptr, rows, N, BIAS, PLUS)
 
 
 def tiles(

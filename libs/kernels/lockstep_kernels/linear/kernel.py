@@ -248,6 +248,31 @@ def skinny(
     return out
 
 
+@triton.jit
+def tile_of_program(rows, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """Rows and columns of this program's tile of the result. Programs that run side by side share rows and weights: they go
+    through all columns of GROUP_M tiles of rows, then of the next."""
+    across = tl.cdiv(N, BLOCK_N)
+    group = tl.program_id(0) // (GROUP_M * across)
+    place = tl.program_id(0) % (GROUP_M * across)
+    high = tl.minimum(tl.cdiv(rows, BLOCK_M) - group * GROUP_M, GROUP_M)
+    m = (group * GROUP_M + place % high) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = place // high * BLOCK_N + tl.arange(0, BLOCK_N)
+    return m, n
+
+
+@triton.jit
+def store_tile(acc, m, n, bias_ptr, plus_ptr, out_ptr, rows, N, BIAS: tl.constexpr, PLUS: tl.constexpr):
+    """The sums with what is added to them, where a row and a column are there."""
+    inside_m, inside_n = (m < rows)[:, None], (n < N)[None, :]
+    if BIAS:
+        acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    at_out = m.to(tl.int64)[:, None] * N + n[None, :]
+    if PLUS:
+        acc += tl.load(plus_ptr + at_out, mask=inside_m & inside_n, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at_out, acc.to(out_ptr.dtype.element_ty), mask=inside_m & inside_n)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _tiles(
     x_ptr,
@@ -266,15 +291,9 @@ def _tiles(
     PLUS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One tile of the result by a program, added over k from 0 on. Programs that run side by side share rows and weights: they
-    go through all columns of GROUP_M tiles of rows, then of the next."""
+    """One tile of the result by a program, added over k from 0 on."""
     release(PDL)
-    across = tl.cdiv(N, BLOCK_N)
-    group = tl.program_id(0) // (GROUP_M * across)
-    place = tl.program_id(0) % (GROUP_M * across)
-    high = tl.minimum(tl.cdiv(rows, BLOCK_M) - group * GROUP_M, GROUP_M)
-    m = (group * GROUP_M + place % high) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = place // high * BLOCK_N + tl.arange(0, BLOCK_N)
+    m, n = tile_of_program(rows, N, BLOCK_M, BLOCK_N, GROUP_M)
     k = tl.arange(0, BLOCK_K)
     inside_m, inside_n = (m < rows)[:, None], (n < N)[None, :]
     x_tile = x_ptr + m.to(tl.int64)[:, None] * K + k[None, :]
@@ -290,12 +309,7 @@ def _tiles(
             x = tl.load(x_tile + at, mask=inside_m, other=0.0)
             w = tl.load(w_tile + at, mask=inside_n, other=0.0)
         acc = tl.dot(x, w, acc, input_precision="ieee")
-    if BIAS:
-        acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    at_out = m.to(tl.int64)[:, None] * N + n[None, :]
-    if PLUS:
-        acc += tl.load(plus_ptr + at_out, mask=inside_m & inside_n, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at_out, acc.to(out_ptr.dtype.element_ty), mask=inside_m & inside_n)
+    store_tile(acc, m, n, bias_ptr, plus_ptr, out_ptr, rows, N, BIAS, PLUS)
 
 
 @dataclass(frozen=True, slots=True)

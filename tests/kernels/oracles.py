@@ -32,6 +32,12 @@ def build(family: str, values: dict[str, Any], directory: Path, dtype: torch.dty
     return oracle
 
 
+def exact_and_served(family: str, values: dict[str, Any], directory: Path, device: torch.device) -> tuple[Model, Model]:
+    """Our model in float32 on CPU, and in bfloat16 on that device, from the same weights."""
+    build(family, values, directory, torch.bfloat16)
+    return load(directory), load_model(directory, dtype=torch.bfloat16, device=device, deterministic=False)
+
+
 def load(directory: Path, **options: Any) -> Model:
     return load_model(directory, dtype=torch.float32, device=torch.device("cpu"), deterministic=True, **options)
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from lockstep_common.errors import ConfigError
 from lockstep_common.steps import Kind
 from lockstep_kernels.fp8 import BLOCK, E4M3, Fp8Weight, dequantise
-from lockstep_worker.models import Model, load_model
 from lockstep_worker.quantisation import read_quantisation
 from lockstep_worker.weights import CONFIG, SINGLE, ConfigFile
+from tests.kernels.oracles import LENGTH, load, prompt
 from tests.kernels.sequences import EVERY, Sequences
 
 BLOCKS: dict[str, Any] = {
@@ -66,6 +66,17 @@ def in_8_bits(
     return stored, wide
 
 
+def check_equal_in_8_bits(directory: Path, blocks: bool, endings: tuple[str, ...]) -> None:
+    """The model whose weights of these names are stored in 8 bits is the one of the weights that they stand for."""
+    stored, wide = in_8_bits(load_file(directory / SINGLE), blocks, endings)
+    save_file(wide, directory / SINGLE, metadata={"format": "pt"})
+    want = Sequences(load(directory), [prompt()]).run(Kind.PREFILL, [(0, 0, LENGTH)])
+    save_file(stored, directory / SINGLE, metadata={"format": "pt"})
+    config = json.loads((directory / CONFIG).read_text())
+    (directory / CONFIG).write_text(json.dumps(config | {"quantization_config": BLOCKS if blocks else ROWS}))
+    assert torch.equal(Sequences(load(directory), [prompt()]).run(Kind.PREFILL, [(0, 0, LENGTH)]), want)
+
+
 @pytest.fixture(params=["blocks", "rows"])
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Path]:
     """transformers' model of the dequantised weights, and the directory of the quantised ones."""
@@ -87,10 +98,6 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Path]:
     fields = config.to_dict() | {"quantization_config": BLOCKS if blocks else ROWS}
     (tmp_path / CONFIG).write_text(json.dumps(fields | {"architectures": ["Qwen3ForCausalLM"]}))
     return model, tmp_path
-
-
-def load(path: Path, **options: Any) -> Model:
-    return load_model(path, dtype=torch.float32, device=torch.device("cpu"), deterministic=True, **options)
 
 
 def test_logits(pair: tuple[Any, Path]) -> None:

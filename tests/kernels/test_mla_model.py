@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +17,9 @@ import torch
 
 from lockstep_common.steps import Kind
 from lockstep_worker.inputs import StepInputs
-from lockstep_worker.models import Model, load_model
+from lockstep_worker.models import Model
 from tests.kernels.device import DEVICE, requires_gpu
-from tests.kernels.oracles import VOCAB, build
+from tests.kernels.oracles import VOCAB, exact_and_served
 from tests.kernels.sequences import EVERY, Chunk, Sequences
 from tests.kernels.test_oracles_deepseek import V2_LITE, V3
 
@@ -45,11 +44,7 @@ pytestmark = requires_gpu
 @pytest.fixture(scope="module", params=list(CASES))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Model, Model]:
     """The model on CPU and on the GPU."""
-    directory: Path = tmp_path_factory.mktemp("model")
-    build(*CASES[request.param], directory, torch.bfloat16)
-    places = ((torch.float32, torch.device("cpu")), (torch.bfloat16, DEVICE))
-    cpu, gpu = (load_model(directory, dtype=d, device=p, deterministic=p.type == "cpu") for d, p in places)
-    return request.param, cpu, gpu
+    return request.param, *exact_and_served(*CASES[request.param], tmp_path_factory.mktemp("model"), DEVICE)
 
 
 def prompts() -> list[list[int]]:

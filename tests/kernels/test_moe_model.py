@@ -6,15 +6,13 @@ have a spread of 1, and whose experts a rounding may exchange.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from lockstep_worker.models import Model, load_model
+from lockstep_worker.models import Model
 from tests.kernels.device import DEVICE, requires_gpu
-from tests.kernels.oracles import build
+from tests.kernels.oracles import exact_and_served
 from tests.kernels.test_mla_model import (  # what holds for every family is tested with this file's `pair`
     test_a_captured_step_follows_the_lengths_on_the_device,
     test_chunks_and_decode_steps,
@@ -44,8 +42,4 @@ pytestmark = requires_gpu
 @pytest.fixture(scope="module", params=list(CASES))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Model, Model]:
     """The model on CPU and on the GPU."""
-    directory: Path = tmp_path_factory.mktemp("model")
-    build(*CASES[request.param], directory, torch.bfloat16)
-    places = ((torch.float32, torch.device("cpu")), (torch.bfloat16, DEVICE))
-    cpu, gpu = (load_model(directory, dtype=d, device=p, deterministic=p.type == "cpu") for d, p in places)
-    return request.param, cpu, gpu
+    return request.param, *exact_and_served(*CASES[request.param], tmp_path_factory.mktemp("model"), DEVICE)

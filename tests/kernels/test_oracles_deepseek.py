@@ -25,7 +25,7 @@ from tests.kernels.oracles import (  # the tests among them take this file's `pa
     test_logits_of_chunks_and_decode_steps,
 )
 from tests.kernels.sequences import EVERY, Sequences
-from tests.kernels.test_fp8_oracles import BLOCKS, ROWS, in_8_bits
+from tests.kernels.test_fp8_oracles import check_equal_in_8_bits
 
 __all__ = ["test_greedy_tokens", "test_logits_of_a_whole_prompt", "test_logits_of_chunks_and_decode_steps"]
 
@@ -137,15 +137,8 @@ def test_bits_do_not_depend_on_the_batch_nor_on_the_cut(name: str, dtype: torch.
 @pytest.mark.parametrize("blocks", [True, False])
 @pytest.mark.parametrize("name", ["v2-lite", "v3"])
 def test_weights_of_8_bits(name: str, blocks: bool, tmp_path: Path) -> None:
-    """They are the weights that their values and scales stand for."""
     build(*ORACLES[name], tmp_path)
-    file = tmp_path / "model.safetensors"
-    stored, wide = in_8_bits(load_file(file), blocks, ("_proj.weight", "_mqa.weight"))
-    save_file(wide, file, metadata={"format": "pt"})
-    want = Sequences(load(tmp_path), [prompt()]).run(Kind.PREFILL, [(0, 0, LENGTH)])
-    save_file(stored, file, metadata={"format": "pt"})
-    edit(tmp_path, quantization_config=BLOCKS if blocks else ROWS)
-    assert torch.equal(Sequences(load(tmp_path), [prompt()]).run(Kind.PREFILL, [(0, 0, LENGTH)]), want)
+    check_equal_in_8_bits(tmp_path, blocks, ("_proj.weight", "_mqa.weight"))
 
 
 def test_layers_for_further_tokens_are_passed_over_by_name(tmp_path: Path) -> None:

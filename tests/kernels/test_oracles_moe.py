@@ -24,7 +24,7 @@ from tests.kernels.oracles import (  # the tests among them take this file's `pa
     test_logits_of_chunks_and_decode_steps,
 )
 from tests.kernels.sequences import Sequences
-from tests.kernels.test_fp8_oracles import BLOCKS, ROWS, in_8_bits
+from tests.kernels.test_fp8_oracles import check_equal_in_8_bits
 from tests.kernels.test_oracles import BASE
 
 __all__ = ["test_greedy_tokens", "test_logits_of_a_whole_prompt", "test_logits_of_chunks_and_decode_steps"]
@@ -116,15 +116,8 @@ def test_experts_that_are_stored_as_one_tensor(name: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("blocks", [True, False])
 @pytest.mark.parametrize("name", ["qwen3-moe", "glm4-moe-groups"])
 def test_experts_of_8_bits(name: str, blocks: bool, tmp_path: Path) -> None:
-    """They are the experts that their values and scales stand for."""
     build(*ORACLES[name], tmp_path)
-    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
-    stored, wide = in_8_bits(load_file(file), blocks, ("_proj.weight",))
-    save_file(wide, file, metadata={"format": "pt"})
-    want = Sequences(load(tmp_path), [prompt()]).run(Kind.PREFILL, [(0, 0, LENGTH)])
-    save_file(stored, file, metadata={"format": "pt"})
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": BLOCKS if blocks else ROWS}))
-    assert torch.equal(Sequences(load(tmp_path), [prompt()]).run(Kind.PREFILL, [(0, 0, LENGTH)]), want)
+    check_equal_in_8_bits(tmp_path, blocks, ("_proj.weight",))
 
 
 def test_layers_for_further_tokens_are_passed_over_by_name(tmp_path: Path) -> None:

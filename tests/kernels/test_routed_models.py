@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,14 +17,13 @@ import torch
 
 from lockstep_common.steps import Kind
 from lockstep_worker.inputs import StepInputs
-from lockstep_worker.models import Model, load_model
+from lockstep_worker.models import Model
 from tests.kernels.device import DEVICE, requires_gpu
-from tests.kernels.oracles import VOCAB, build
+from tests.kernels.oracles import VOCAB, exact_and_served
 from tests.kernels.routes import Route, Routes
 from tests.kernels.sequences import EVERY, Chunk, Sequences
 from tests.kernels.test_oracles_deepseek import V2, V2_LITE, V3
 
-CPU = torch.device("cpu")
 RMS, LARGEST, NOISE = 2**-5, 2**-2.5, 2**-5
 LENGTHS = (200, 65, 130)
 WIDTHS = {"kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32}
@@ -39,10 +37,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.fixture(scope="module", params=list(CASES))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Model]:
     """The model in float32 on CPU, and in bfloat16 where it is served."""
-    directory: Path = tmp_path_factory.mktemp("model")
-    build(*CASES[request.param], directory, torch.bfloat16)
-    exact = load_model(directory, dtype=torch.float32, device=CPU, deterministic=True)
-    return exact, load_model(directory, dtype=torch.bfloat16, device=DEVICE, deterministic=False)
+    return exact_and_served(*CASES[request.param], tmp_path_factory.mktemp("model"), DEVICE)
 
 
 def prompts() -> list[list[int]]:

@@ -11,6 +11,10 @@ What makes it so:
 - Each product has a multiple of ROWS query rows. MKL's float32 kernels give a row the same bits for any such number and
   any number of threads; with fewer rows they do not.
 - Decode and prefill differ only in how many query rows meet how many tiles.
+
+What makes it fast beside few calls: each thread goes on with what it has in its cache. All workspaces have the parts (sequences,
+or shares of one sequence's queries) as their first dimension, and every operation gives each thread one run of it. Two cores
+that do not share their last cache need three times as long for keys that the other one has written.
 """
 
 import math
@@ -32,14 +36,14 @@ class Tile(NamedTuple):
     """Some new tokens of each sequence of a segment, against the first whole tiles of its positions.
 
     They come in parts: one for each of many sequences, or a few that share one sequence's keys. Everything is a view of the
-    segment's workspaces, made once, as views in every layer would cost as much as the sums. With N = kv_heads * parts and a
+    segment's workspaces, made once, as views in every layer would cost as much as the sums. With N = parts * kv_heads and a
     multiple of ROWS rows:
     """
 
     first: int  # of the pass's tokens
     mask: torch.Tensor  # float32 0 or -inf
     masked: torch.Tensor  # the scores that `mask` is added to
-    queries_in: torch.Tensor  # [kv_heads, parts, tokens of a part, group, d] of `queries`, whose other rows are padding
+    queries_in: torch.Tensor  # [parts, kv_heads, tokens of a part, group, d] of `queries`, whose other rows are padding
     queries: torch.Tensor  # [N, rows, d] float32
     keys: torch.Tensor  # [N, d, keys]
     scores: torch.Tensor  # [N, rows, keys]
@@ -54,9 +58,11 @@ class Segment(NamedTuple):
 
     blocks: torch.Tensor  # which blocks of the cache are gathered, whole
     gathered: torch.Tensor  # workspace [blocks, 2 * kv_heads * block_size * d] of the cache's dtype
-    arranged: torch.Tensor  # the same as [2 * kv_heads, parts, blocks of each, block_size * d]
-    wide: torch.Tensor  # workspace of that shape in float32
-    vectors: torch.Tensor  # the same, one row a key or value
+    widened: list[
+        tuple[torch.Tensor, torch.Tensor]
+    ]  # keys, values: workspace in float32, and what of `gathered` is in it,
+    # [parts, kv_heads, blocks of each, block_size * d]
+    vectors: torch.Tensor  # both workspaces, one row a key or value
     unused: torch.Tensor  # which of `vectors` lie beyond the end of their sequence
     tiles: list[Tile]
 
@@ -81,7 +87,7 @@ def _of_tile(x: torch.Tensor, tile: Tile) -> torch.Tensor:
     shape = tile.queries_in.size()
     count, group, width = shape[2], shape[3], shape[4]
     token = x.stride(0)
-    strides = [group * width, count * token, token, width, 1]
+    strides = [count * token, group * width, token, width, 1]
     return x.as_strided(shape, strides, x.storage_offset() + tile.first * token)
 
 
@@ -89,7 +95,8 @@ def _of_tile(x: torch.Tensor, tile: Tile) -> torch.Tensor:
 def _attend(q: torch.Tensor, cache: torch.Tensor, segment: Segment, scale: float, out: torch.Tensor) -> None:
     """cache [blocks, what a block holds]."""
     torch.index_select(cache, 0, segment.blocks, out=segment.gathered)
-    segment.wide.copy_(segment.arranged)
+    for wide, part in segment.widened:
+        wide.copy_(part)
     segment.vectors.index_fill_(0, segment.unused, 0)
     for tile in segment.tiles:
         tile.queries_in.copy_(_of_tile(q, tile))
@@ -142,20 +149,19 @@ def _segment(
     columns = columns.where(columns < ends, 0)  # beyond its end a sequence reads its first block again
     blocks = table.gather(1, columns // block_size).flatten()
     gathered = torch.empty(blocks.numel(), 2 * kv_heads * block_size * head_dim, dtype=dtype)
-    arranged = gathered.view(sequences, -1, 2 * kv_heads, block_size * head_dim).permute(2, 0, 1, 3)
-    wide = torch.empty(2 * kv_heads, parts, keys // block_size, block_size * head_dim)
+    arranged = gathered.view(sequences, -1, 2, kv_heads, block_size * head_dim).permute(2, 0, 3, 1, 4)
+    wide = torch.empty(2, parts, kv_heads, keys // block_size, block_size * head_dim)
     beyond = (columns.unsqueeze(-1) + torch.arange(block_size)).flatten(1) >= ends
     return Segment(
         blocks,
         gathered,
-        arranged.expand(wide.shape),
-        wide,
+        list(zip(wide, arranged.expand(wide.shape), strict=True)),
         wide.view(-1, head_dim),
-        beyond.expand(2 * kv_heads, parts, keys).flatten().nonzero().squeeze(1),
+        beyond.unsqueeze(1).expand(2, parts, kv_heads, keys).flatten().nonzero().squeeze(1),
         _tiles(
             _decode_spans(lens, keys, first) if new == 1 else _prefill_spans(lens[0] - new, new, first, heads),
             heads,
-            *wide.view(2, kv_heads, parts, keys, head_dim),
+            *wide.view(2, parts, kv_heads, keys, head_dim),
         ),
     )
 
@@ -200,13 +206,13 @@ def _tiles(
     for (n, rows), (first, parts, count, seen, mask) in zip(sizes, spans, strict=True):
         queries, mixed = (s[: n * rows * head_dim].view(n, rows, -1) for s in (queries_space, mixed_space))
         scores, weights = (s[: n * rows * seen].view(n, rows, -1) for s in (scores_space, weights_space))
-        own_keys, own_values = (x[:, :parts, :seen].view(n, seen, head_dim) for x in (keys, values))
-        shape = (kv_heads, parts, count, group, head_dim)
+        own_keys, own_values = (x[:parts, :, :seen].view(n, seen, head_dim) for x in (keys, values))
+        shape = (parts, kv_heads, count, group, head_dim)
         tiles.append(
             Tile(
                 first,
-                mask,
-                masked=scores.view(kv_heads, parts, rows, seen)[..., seen - mask.shape[-1] :],
+                mask.unsqueeze(1),
+                masked=scores.view(parts, kv_heads, rows, seen)[..., seen - mask.shape[-1] :],
                 queries_in=queries[:, : count * group].view(shape),
                 queries=queries,
                 keys=own_keys.transpose(1, 2),

@@ -66,8 +66,10 @@ class Header:
     row_bucket: int = 0
     micro_chunks: tuple[int, ...] = ()
     placement_version: int = 0
-    moved_layer: int = -1
+    moved_layer: int = -1  # counted among the layers with routed experts
     capture_bucket: int = 0
+    report_loads: bool = False  # the plan's last outcome carries the expert loads counted since the last report
+    moved_experts: tuple[int, ...] = ()  # the expert of each physical slot of `moved_layer` from this plan on
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +209,19 @@ class PromptChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertLoads:
+    """(token, expert) pairs that one DP rank's workers have routed to each logical expert since the last report."""
+
+    prefill: U32  # [layers, experts], layers with routed experts only
+    decode: U32  # [layers, experts]
+    steps: int  # forward passes that were counted
+
+    def __post_init__(self) -> None:
+        if self.prefill.ndim != 2 or self.prefill.shape != self.decode.shape:
+            raise ValueError(f"loads are [layers, experts] twice, not {self.prefill.shape} and {self.decode.shape}")
+
+
+@dataclass(frozen=True, slots=True)
 class PlanOutcome:
     """Steps [first, first + steps) of plan `seq` as one DP rank ran them. `counts[i]` of `words` belong to step first + i."""
 
@@ -225,6 +240,7 @@ class PlanOutcome:
     step_ns: int = 0
     turnaround_ns: int = 0
     idle_ns: int = 0
+    expert_loads: ExpertLoads | None = None  # with the last steps of a plan whose header asks for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +267,10 @@ class WorkerFacts:
     deterministic: bool
     routed_experts: bool
     generated_reusable: bool = True  # KV of generated tokens has the bits that a prompt pass over them computes
+    moe_layers: int = 0  # layers with routed experts whose loads are counted
+    routed_expert_count: int = 0  # logical experts of such a layer
+    expert_slots: int = 0  # physical slots for them over the whole group
+    expert_groups: int = 1  # groups that the router chooses experts from
 
 
 @dataclass(frozen=True, slots=True)

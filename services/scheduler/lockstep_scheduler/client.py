@@ -17,6 +17,7 @@ from lockstep_common.steps import (
     AddRow,
     Attachment,
     Body,
+    ExpertLoads,
     GroupConfig,
     Header,
     KvGroup,
@@ -225,6 +226,8 @@ def write_header(header: Header) -> bytes:
         placement_version=header.placement_version,
         moved_layer=header.moved_layer,
         capture_bucket=header.capture_bucket,
+        report_loads=header.report_loads,
+        moved_experts=np.array(header.moved_experts, "<u4").tobytes(),
     )
     return message.SerializeToString(deterministic=True)
 
@@ -303,7 +306,13 @@ def read_outcome(message: worker_pb2.PlanOutcome) -> PlanOutcome:
         step_ns=message.step_ns,
         turnaround_ns=message.turnaround_ns,
         idle_ns=message.idle_ns,
+        expert_loads=_expert_loads(message.expert_loads) if message.HasField("expert_loads") else None,
     )
+
+
+def _expert_loads(message: worker_pb2.ExpertLoads) -> ExpertLoads:
+    shape = (message.layers, message.experts)
+    return ExpertLoads(u32(message.prefill).reshape(shape), u32(message.decode).reshape(shape), message.steps)
 
 
 def read_facts(message: worker_pb2.WorkerFacts) -> WorkerFacts:
@@ -320,4 +329,8 @@ def read_facts(message: worker_pb2.WorkerFacts) -> WorkerFacts:
         deterministic=message.deterministic,
         routed_experts=message.routed_experts,
         generated_reusable=message.generated_reusable,
+        moe_layers=message.moe_layers,
+        routed_expert_count=message.routed_expert_count,
+        expert_slots=message.expert_slots,
+        expert_groups=message.expert_groups,
     )

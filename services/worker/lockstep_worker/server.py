@@ -312,6 +312,8 @@ def _header(data: bytes) -> Header:
         placement_version=message.placement_version,
         moved_layer=message.moved_layer,
         capture_bucket=message.capture_bucket,
+        report_loads=message.report_loads,
+        moved_experts=tuple(u32(message.moved_experts).tolist()),
     )
 
 
@@ -405,6 +407,11 @@ def outcome_message(outcome: PlanOutcome) -> worker_pb2.PlanOutcome:
         message.prompts.add(row=chunk.row, start=chunk.start, scores=rpc.write_scores(chunk.scores))
     for row, why in outcome.faults:
         message.faults.add(row=row, message=why)
+    if (loads := outcome.expert_loads) is not None:
+        message.expert_loads.layers, message.expert_loads.experts = loads.prefill.shape
+        message.expert_loads.prefill = loads.prefill.astype("<u4", copy=False).tobytes()
+        message.expert_loads.decode = loads.decode.astype("<u4", copy=False).tobytes()
+        message.expert_loads.steps = loads.steps
     return message
 
 
@@ -435,4 +442,8 @@ def _facts(facts: WorkerFacts) -> worker_pb2.WorkerFacts:
         deterministic=facts.deterministic,
         routed_experts=facts.routed_experts,
         generated_reusable=facts.generated_reusable,
+        moe_layers=facts.moe_layers,
+        routed_expert_count=facts.routed_expert_count,
+        expert_slots=facts.expert_slots,
+        expert_groups=facts.expert_groups,
     )

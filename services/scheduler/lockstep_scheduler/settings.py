@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lockstep_common.steps import WorkerFacts
+from lockstep_scheduler.eplb import EplbPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +23,12 @@ class Settings:
     prefix_caching: bool = True
     worker_timeout: float = 60.0
     grace: float = 10.0
+    eplb: EplbPolicy = field(default_factory=EplbPolicy)
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A formed engine group."""
+    """A formed engine group, as one of its shards sees it."""
 
     epoch: int
     term: int
@@ -34,3 +36,10 @@ class Group:
     facts: WorkerFacts
     max_rows: int
     max_model_len: int
+    ranks: range = range(0)  # the DP ranks that this shard drives; empty: all
+
+    def __post_init__(self) -> None:
+        if not self.ranks:
+            object.__setattr__(self, "ranks", range(self.dp))
+
+    cp: int = 1  # workers of a DP rank

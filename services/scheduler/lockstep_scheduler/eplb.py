@@ -1,0 +1,373 @@
+"""Expert placement by load: which physical slot holds which routed expert, and which layer moves next. Pure: time comes in.
+
+A layer's E logical experts lie in P >= E physical slots, P / R on each of R ranks; the tokens of an expert with several slots
+are spread over them evenly. All ranks wait for the one with the most tokens, so what counts is
+
+    ratio = load of the heaviest rank / mean load of the ranks        (at least 1; 1 if there is no load)
+
+`rebalance` plans a placement from loads, `settle` numbers its ranks and slots so that few experts move, `Rebalancer` keeps the
+loads and decides when a layer moves.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep_common.errors import ConfigError
+from lockstep_common.experts import initial_placement
+from lockstep_common.steps import ExpertLoads, Header, WorkerFacts
+
+F64 = npt.NDArray[np.float64]
+I64 = npt.NDArray[np.int64]
+
+_TRACE: Final = 1e-9  # part of the heaviest load that an expert without load counts as: such ones are spread as equals
+_SWAPS: Final = 16  # most swaps that even a packing out
+_SWAP_GAIN: Final = 1e-3  # part of the heaviest load that a swap must take away
+_PENDING_REPORTS: Final = 4  # plans whose reports may be incomplete at the same time
+
+
+# -- the planner --------------------------------------------------------------------------------------------------------
+
+
+def rebalance(loads: npt.ArrayLike, slots: int, ranks: int, groups: int = 1, nodes: int = 1) -> I64:
+    """A placement for loads [L, E]: the logical expert of each physical slot, [L, slots], rank by rank, node by node.
+
+    The law, after DeepSeek's published load balancer (EPLB, 2025). If `nodes` divides `groups`, the experts of a group stay on
+    one node, as routers that choose few groups then send few tokens between nodes:
+
+    1. groups go onto nodes, equally many on each: the heaviest first, each onto the lightest node with room;
+    2. within a node each expert gets one slot, and each slot left over goes to the expert with the most load a slot;
+    3. the slots of a node go onto its ranks, equally many on each: the heaviest first, each onto the lightest rank with room.
+
+    Otherwise the same with one group on one node. Ties go to the lowest number; experts without load count as equals. Each
+    expert has at least one slot; two slots of one expert may lie on one rank. It is a heuristic: not always the best, and not
+    always better than what was there.
+
+    All layers are planned side by side: (slots - E) + slots + groups rounds of numpy over [L, E] or [L, ranks].
+    ValueError if ranks does not divide slots, groups not E, or slots are fewer than E.
+    """
+    weights = np.asarray(loads, np.float64)
+    layers, experts = weights.shape
+    if slots < experts or slots % ranks or experts % groups:
+        raise ValueError(f"{experts} experts in {groups} groups do not fit into {slots} slots on {ranks} ranks")
+    if not _keeps_groups(slots, ranks, groups, nodes):
+        groups = nodes = 1
+    weights = np.maximum(weights, _TRACE * np.where((top := weights.max(1, keepdims=True)) > 0, top, 1))
+    size = experts // groups
+    by_node = _pack(weights.reshape(layers, groups, size).sum(2), nodes)  # [L, groups]
+    members = (by_node[:, :, None] * size + np.arange(size)).reshape(layers * nodes, experts // nodes)
+    held, share = _replicate(
+        np.take_along_axis(weights, members.reshape(layers, experts), 1).reshape(members.shape), slots // nodes
+    )
+    packed = _pack(share, ranks // nodes)
+    chosen = np.take_along_axis(members, np.take_along_axis(held, packed, 1), 1)
+    return chosen.reshape(layers, slots)
+
+
+def _keeps_groups(slots: int, ranks: int, groups: int, nodes: int) -> bool:
+    return groups % nodes == 0 and ranks % nodes == 0 and slots % nodes == 0
+
+
+def _replicate(weights: F64, slots: int) -> tuple[I64, F64]:
+    """(item of each slot, its load) [B, slots] for weights [B, n]: each item once, then the one with the most load a slot."""
+    rows = np.arange(len(weights))
+    count = np.ones(weights.shape)
+    held = np.tile(np.arange(slots), (len(weights), 1))
+    for slot in range(weights.shape[1], slots):
+        heaviest = np.argmax(weights / count, axis=1)
+        held[:, slot] = heaviest
+        count[rows, heaviest] += 1
+    return held, np.take_along_axis(weights / count, held, 1)
+
+
+def _pack(weights: F64, bins: int) -> I64:
+    """The items of weights [B, n] in the order of their bins, n / bins in each: heaviest first, into the lightest with room."""
+    rows, items = np.arange(len(weights)), weights.shape[1]
+    room = items // bins
+    if room == 1 or bins == 1:
+        return np.tile(np.arange(items), (len(weights), 1))
+    packed = np.empty(weights.shape, np.int64)
+    load = np.zeros((len(weights), bins))
+    filled = np.zeros((len(weights), bins), np.int64)
+    for item in np.argsort(-weights, axis=1, kind="stable").T:
+        lightest = np.argmin(load, axis=1)
+        packed[rows, lightest * room + filled[rows, lightest]] = item
+        filled[rows, lightest] += 1
+        load[rows, lightest] += weights[rows, item]
+        load[filled == room] = np.inf
+    return _exchange(weights, packed, bins)
+
+
+def _exchange(weights: F64, packed: I64, bins: int) -> I64:
+    """`packed` after swaps between the heaviest bin and another one, the best one each time, as long as both end up lighter
+    than the heaviest was."""
+    rows = np.arange(len(weights))
+    room = weights.shape[1] // bins
+    packed = packed.copy()
+    weight = np.take_along_axis(weights, packed, 1)
+    for _ in range(_SWAPS):
+        load = weight.reshape(len(weights), bins, room).sum(2)
+        heavy = np.argmax(load, axis=1)
+        at = heavy[:, None] * room + np.arange(room)  # its places
+        given = np.take_along_axis(weight, at, 1)[:, :, None] - weight[:, None, :]  # [B, room, n]
+        top = load[rows, heavy][:, None, None]
+        heavier = np.maximum(top - given, np.repeat(load, room, axis=1)[:, None, :] + given).reshape(len(weights), -1)
+        best = np.argmin(heavier, axis=1)
+        better = heavier[rows, best] < top[:, 0, 0] * (1 - _SWAP_GAIN)
+        if not better.any():
+            break
+        i, j = (part[better] for part in (at[rows, best // weights.shape[1]], best % weights.shape[1]))
+        for array in (packed, weight):
+            array[rows[better], i], array[rows[better], j] = array[rows[better], j], array[rows[better], i]
+    return packed
+
+
+def settle(present: npt.ArrayLike, wanted: npt.ArrayLike, ranks: int, nodes: int = 1) -> I64:
+    """A placement [P] that is as good as `wanted` and moves few experts away from `present` [P].
+
+    Which rank takes which share of `wanted` makes no difference to the loads, so shares go to the ranks that hold most of them
+    already (nodes first, if there are several), greedily; within a rank an expert that stays keeps its slot. O(R^2 (E + log R)).
+    """
+    old = np.asarray(present, np.int64)
+    new = np.asarray(wanted, np.int64)
+    best: I64 | None = None
+    for order in (_match(old, new, ranks, nodes), np.arange(ranks)):  # greedy matching is not always the better one
+        shares = new.reshape(ranks, -1)[order]
+        settled = np.concatenate(
+            [_keep(a, b) for a, b in zip(old.reshape(ranks, -1), shares, strict=True)], dtype=np.int64
+        )
+        if best is None or np.count_nonzero(settled != old) < np.count_nonzero(best != old):
+            best = settled
+    assert best is not None
+    return best
+
+
+def _match(old: I64, new: I64, ranks: int, nodes: int) -> I64:
+    """order[r] = the share of `new` for rank r."""
+    by_node = _pair(_overlap(old, new, nodes)) if nodes > 1 else np.zeros(1, np.int64)
+    a_node = ranks // nodes
+    old, new = old.reshape(nodes, -1), new.reshape(nodes, -1)
+    return np.concatenate(
+        [
+            theirs * a_node + _pair(_overlap(old[mine], new[theirs], a_node))
+            for mine, theirs in enumerate(by_node.tolist())
+        ]
+    )
+
+
+def _overlap(old: I64, new: I64, parts: int) -> I64:
+    """[parts, parts]: experts that part i of `old` and part j of `new` both hold."""
+    experts = int(max(old.max(), new.max())) + 1
+    mine, theirs = (np.zeros((parts, experts), np.float32) for _ in range(2))
+    np.put_along_axis(mine, old.reshape(parts, -1), 1, 1)
+    np.put_along_axis(theirs, new.reshape(parts, -1), 1, 1)
+    return (mine @ theirs.T).astype(np.int64)
+
+
+def _pair(overlap: I64) -> I64:
+    """chosen[i] = j, a permutation: pairs in the order of their overlap, the largest first; those without any last."""
+    chosen = np.full(len(overlap), -1, np.int64)
+    taken = np.zeros(len(overlap), bool)
+    mine, theirs = np.nonzero(overlap)
+    for pair in np.argsort(-overlap[mine, theirs], kind="stable"):
+        i, j = mine[pair], theirs[pair]
+        if chosen[i] < 0 and not taken[j]:
+            chosen[i], taken[j] = j, True
+    chosen[chosen < 0] = np.nonzero(~taken)[0]
+    return chosen
+
+
+def _keep(old: I64, new: I64) -> I64:
+    """`new` in the order in which as many slots as possible hold what they hold in `old`."""
+    coming = new.tolist()
+    slots: list[int | None] = []
+    for expert in old.tolist():
+        if expert in coming:
+            coming.remove(expert)
+            slots.append(expert)
+        else:
+            slots.append(None)
+    rest = iter(coming)
+    return np.array([next(rest) if expert is None else expert for expert in slots], np.int64)
+
+
+def rank_loads(loads: F64, placement: I64, ranks: int) -> F64:
+    """[L, R] from loads [L, E] and placement [L, P]: what each rank computes if an expert's tokens spread over its slots."""
+    layers, experts = loads.shape
+    at = placement + experts * np.arange(layers)[:, None]
+    slots = np.bincount(at.ravel(), minlength=layers * experts).reshape(layers, experts)
+    share = np.take_along_axis(loads / np.maximum(slots, 1), placement, 1)
+    by_rank: F64 = share.reshape(layers, ranks, -1).sum(2)
+    return by_rank
+
+
+def balance_ratio(loads: F64, placement: I64, ranks: int) -> F64:
+    """[L]: the heaviest rank's load over the mean; 1 for a layer without load."""
+    by_rank = rank_loads(loads, placement, ranks)
+    mean = by_rank.mean(1)
+    ratio: F64 = np.divide(by_rank.max(1), mean, out=np.ones(len(loads)), where=mean > 0)
+    return ratio
+
+
+# -- loads and moves ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class EplbPolicy:
+    """When experts move; see config.py for what each option means."""
+
+    enabled: bool = False
+    window: float = 1000.0  # forward passes in which a load falls to 1/e
+    interval: float = 60.0  # seconds between two plans
+    threshold: float = 1.1  # ratio above which a layer is planned anew
+    prefill_weight: float = 1.0  # of a pair counted in prefill, beside one counted in decode
+    report_interval: float = 1.0  # seconds between two reports of the workers; 0: none
+    nodes: int = 1  # of the group, with equally many ranks in a row each
+    evidence: int = 256  # (token, expert) pairs an expert, on average, that a plan must rest upon
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A layer's experts from the next plan on."""
+
+    layer: int  # among those with routed experts
+    experts: tuple[int, ...]  # of each physical slot
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """Ratios of the last report under the placement that was in force when it came."""
+
+    mean: float = 1.0  # over the layers
+    worst: float = 1.0  # layer
+
+
+class LoadSums:
+    """Adds up what ranks report for one plan. A shard that forwards its ranks' loads uses it as the coordinator does."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._partial: dict[int, tuple[int, int, npt.NDArray[np.uint64]]] = {}  # by seq: ranks heard, steps, [2, L, E]
+
+    def add(self, seq: int, loads: ExpertLoads, ranks: int = 1) -> ExpertLoads | None:
+        """The sum over all ranks when the last of them is in; `loads` are those of `ranks` ranks. Sums end at 2^32 - 1."""
+        heard, steps, total = self._partial.pop(seq, (0, 0, np.zeros((2, *loads.prefill.shape), np.uint64)))
+        heard, steps = heard + ranks, max(steps, loads.steps)
+        total += np.stack((loads.prefill, loads.decode))
+        if heard < self._ranks:
+            self._partial[seq] = (heard, steps, total)
+            while len(self._partial) > _PENDING_REPORTS:  # a rank left one out: its next report holds what it counted
+                del self._partial[min(self._partial)]
+            return None
+        prefill, decode = np.minimum(total, 2**32 - 1).astype(np.uint32)
+        return ExpertLoads(prefill, decode, steps)
+
+
+class Rebalancer:
+    """The placement of one engine group under one epoch, what is known of the loads, and the move that comes next.
+
+    The law. Loads of prefill and decode are kept apart, and fall to 1/e within `window` forward passes. When a report of all
+    ranks is in, `interval` has gone by since the last plan (the first one need not wait), and the reports since then hold
+    `evidence` pairs an expert, then each layer whose ratio is above `threshold` is planned anew. It moves if that lowers its
+    ratio by more than a quarter of what the threshold allows, so that noise moves nothing; the layers that gain most go
+    first. At most one moves in a plan, and what changes nothing is no move. A new plan replaces the moves not made yet.
+    """
+
+    def __init__(self, facts: WorkerFacts, ranks: int, dp: int, policy: EplbPolicy) -> None:
+        """`ranks` = dp x cp workers share the experts; `dp` of them report. ConfigError if the slots do not fit the ranks."""
+        layers, experts, slots = facts.moe_layers, facts.routed_expert_count, facts.expert_slots
+        self._ranks, self._policy = ranks, policy
+        self._groups = facts.expert_groups or 1
+        if policy.nodes < 1 or ranks % policy.nodes:
+            raise ConfigError(f"--eplb-nodes {policy.nodes} does not divide the {ranks} ranks of the group")
+        self._nodes = policy.nodes if _keeps_groups(slots, ranks, self._groups, policy.nodes) else 1
+        self.placement: I64 = np.tile(initial_placement(experts, slots, ranks).astype(np.int64), (layers, 1))
+        self.version = 0
+        self.balance = {"prefill": Balance(), "decode": Balance()}
+        self.plans = 0
+        self.moved_slots = 0
+        self._sums = LoadSums(dp)
+        self._prefill, self._decode = np.zeros((2, layers, experts))
+        self._evidence = 0.0  # pairs a layer since the last plan
+        self._planned = -math.inf
+        self._reported = -math.inf
+        self._wanted: list[tuple[int, I64]] = []  # layers to move, the last one next
+        self._next: Move | None = None
+
+    # -- plans
+
+    def report_due(self, now: float) -> bool:
+        """Whether the next plan asks for loads."""
+        return 0 < self._policy.report_interval <= now - self._reported
+
+    def next_move(self) -> Move | None:
+        """What the next plan moves in its prologue; the same until it is `sent`."""
+        return self._next
+
+    def sent(self, header: Header, now: float) -> None:
+        """A plan has left: what its header moves and asks for is done."""
+        if header.report_loads:
+            self._reported = now
+        if header.moved_layer >= 0:
+            experts = np.array(header.moved_experts, np.int64)
+            self.moved_slots += int(np.count_nonzero(experts != self.placement[header.moved_layer]))
+            self.placement[header.moved_layer] = experts
+            self.version = header.placement_version
+            if self._next == Move(header.moved_layer, header.moved_experts):
+                self._wanted.pop()
+            self._prepare()
+
+    # -- reports
+
+    def add(self, seq: int, loads: ExpertLoads, now: float, ranks: int = 1) -> None:
+        """Books the report of plan `seq` of one DP rank, or the sum of several. ValueError if it is not about these experts."""
+        if loads.prefill.shape != self._prefill.shape:
+            raise ValueError(f"loads of {loads.prefill.shape} [layers, experts], not of {self._prefill.shape}")
+        report = self._sums.add(seq, loads, ranks)
+        if report is None:
+            return
+        kept = math.exp(-report.steps / self._policy.window)
+        self._prefill = self._prefill * kept + report.prefill
+        self._decode = self._decode * kept + report.decode
+        self.balance = {"prefill": self._balance(report.prefill), "decode": self._balance(report.decode)}
+        self._evidence += float(report.prefill.sum() + report.decode.sum()) / max(1, len(self.placement))
+        if self._plan_due(now):
+            self._plan(now)
+
+    def _balance(self, counted: npt.NDArray[np.uint32]) -> Balance:
+        ratios = balance_ratio(counted.astype(np.float64), self.placement, self._ranks)
+        return Balance(float(ratios.mean()), float(ratios.max()))
+
+    def _plan_due(self, now: float) -> bool:
+        policy = self._policy
+        enough = policy.evidence * self._prefill.shape[1]
+        return policy.enabled and now - self._planned >= policy.interval and self._evidence >= enough
+
+    def _plan(self, now: float) -> None:
+        self._planned, self._evidence = now, 0.0
+        loads = self._policy.prefill_weight * self._prefill + self._decode
+        before = balance_ratio(loads, self.placement, self._ranks)
+        (above,) = np.nonzero(before > self._policy.threshold)
+        self._wanted.clear()
+        if len(above):
+            wanted = rebalance(loads[above], self.placement.shape[1], self._ranks, self._groups, self._nodes)
+            gain = before[above] - balance_ratio(loads[above], wanted, self._ranks)
+            worth = gain > max(0.0, self._policy.threshold - 1) / 4
+            self._wanted = [(int(above[i]), wanted[i]) for i in np.argsort(gain, kind="stable") if worth[i]]
+            self.plans += bool(self._wanted)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self._next = None
+        while self._wanted and self._next is None:
+            layer, wanted = self._wanted[-1]
+            settled = settle(self.placement[layer], wanted, self._ranks, self._nodes)
+            if (settled != self.placement[layer]).any():
+                self._next = Move(layer, tuple(settled.tolist()))
+            else:
+                self._wanted.pop()

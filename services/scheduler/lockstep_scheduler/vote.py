@@ -14,6 +14,8 @@ fewest KV blocks can write. A prefill plan does not move the counter, so a point
 
 As an exchange the kind is one MIN reduction: at an ANY point each rank sends `0 if want else 1`, at an ALL point
 `1 if want else 0`; `agree` gives each rank the same header whoever computes it.
+
+What the position asks of the next plan (a layer whose experts move, a report of loads) goes into its header; `park` is no plan.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lockstep_common.steps import Header, Kind
+from lockstep_scheduler.eplb import Move
 
 
 class Point(enum.Enum):
@@ -65,7 +68,9 @@ class Position:
     seq: int
     step: int
     owed: bool = False  # a decode window is owed to the running rows
-    placement_version: int = 0
+    placement_version: int = 0  # layers of experts that have moved in this epoch
+    move: Move | None = None  # for the next plan's prologue
+    report_loads: bool = False  # the next plan asks for expert loads
 
 
 def point(step: int, rules: Rules) -> Point:
@@ -102,6 +107,7 @@ def agree(position: Position, rules: Rules, votes: Sequence[Vote]) -> Header:
             case Point.NONE:
                 kind = Kind.DECODE
     rows = max((v.rows_after if kind is Kind.PREFILL else v.running for v in votes), default=0)
+    move = position.move if kind is not Kind.PARK else None
     return Header(
         epoch=position.epoch,
         seq=position.seq,
@@ -110,7 +116,10 @@ def agree(position: Position, rules: Rules, votes: Sequence[Vote]) -> Header:
         k=_window(position.step, rules, votes) if kind is Kind.DECODE else 1,
         row_bucket=bucket(rows),
         micro_chunks=(max(v.chunk_tokens for v in votes),) if kind is Kind.PREFILL else (),
-        placement_version=position.placement_version,
+        placement_version=position.placement_version + (move is not None),
+        moved_layer=move.layer if move else -1,
+        report_loads=position.report_loads and kind is not Kind.PARK,
+        moved_experts=move.experts if move else (),
     )
 
 

@@ -7,6 +7,7 @@ import time
 import torch
 
 from lockstep_common.errors import ConfigError
+from lockstep_worker.collectives import Group
 from lockstep_worker.inputs import StepInputs
 from lockstep_worker.kv import KvCache, KvSpec
 from lockstep_worker.sampling import Sampled, SamplingBatch
@@ -47,6 +48,9 @@ class NullModel:
         self._step_ns = round(step_ms * 1e6)
         self._busy_until_ns = 0
         self._nothing = torch.zeros(0, 0, device=device)
+
+    def join(self, group: Group) -> None:
+        pass  # it has nothing to share
 
     def kv_specs(self) -> tuple[KvSpec, ...]:
         return (KvSpec(kind="full", layers=1, kv_heads=1, head_dim=8, dtype=torch.float32),)

@@ -49,6 +49,7 @@ FAULT_BIT: Final = int(Flag.FAULT) << FLAG_SHIFT
 FIRST_BIT: Final = int(Flag.FIRST) << FLAG_SHIFT
 END_BITS: Final = STOP_BIT | LENGTH_BIT | FAULT_BIT
 NO_WORD: Final = post_update.NO_WORD
+TOKEN_MASK: Final = (1 << ROW_SHIFT) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,10 @@ class ChunkPass:
     @property
     def size(self) -> int:
         return len(self.rows)
+
+
+NO_ROWS: Final = np.zeros(0, np.int64)
+NO_CHUNKS: Final = ChunkPass(Kind.PREFILL, NO_ROWS, NO_ROWS, NO_ROWS, NO_ROWS)
 
 
 class Batch:
@@ -83,6 +88,7 @@ class Batch:
         first_bit: int = 0,
     ) -> None:
         """index [B] int64; tokens [B] int64 to feed next; positions [steps + 1, B]; slots [steps, B] and tables a KV group."""
+        self.kind = kind
         self.size = len(host_rows)
         self.host_rows = host_rows
         self.generations = rows.generations[host_rows]
@@ -90,7 +96,6 @@ class Batch:
         self.sampling: SamplingBatch = rows.sampling.select(host_rows, index)
         self.done = 0
         self.sampled: list[torch.Tensor] = []  # tokens of each step done
-        self._kind = kind
         self._tokens = tokens
         self._positions = positions.unbind(0)
         self._slots = [group.unbind(0) for group in slots]
@@ -117,7 +122,7 @@ class Batch:
         """The inputs of the next decode step."""
         step = self.done
         return StepInputs(
-            kind=self._kind,
+            kind=self.kind,
             token_ids=self._tokens,
             positions=self._positions[step],
             rows=self.index,
@@ -153,6 +158,19 @@ class Batch:
         self.alive &= (words & END_BITS) == 0
         return masked
 
+    @property
+    def no_words(self) -> torch.Tensor:
+        """Room for a step's words [B] int64."""
+        return self.index.new_full((self.size,), NO_WORD)
+
+    def follow(self, words: torch.Tensor) -> None:
+        """Appends the tokens that another rank has sampled for the same rows: [B] int64, as `advance` returned them there."""
+        self._tokens = torch.where(words == NO_WORD, 0, words & TOKEN_MASK)
+        self.sampled.append(self._tokens)
+        self.done += 1
+        if self.alive is not None:
+            self.alive &= (words & END_BITS) == 0
+
     def _mask(self, slots: torch.Tensor) -> torch.Tensor:
         """Rows that ended write to the null block."""
         return slots if self.alive is None else torch.where(self.alive, slots, NULL_BLOCK)
@@ -172,6 +190,8 @@ class Rows:
         masked: bool = False,
         by_place: bool = False,
         most_replayed: int = 0,
+        cp: int = 1,
+        cp_rank: int = 0,
     ) -> None:
         """`masked`: the host learns late which rows ended, so the device keeps them from writing.
 
@@ -187,6 +207,7 @@ class Rows:
         self.masked = masked
         self.by_place = by_place
         self.most_replayed = most_replayed
+        self.cp, self.cp_rank = cp, cp_rank
         self.scratch = max_rows
         self.to_device = staging.put
         self.block_sizes = block_sizes

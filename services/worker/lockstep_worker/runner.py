@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lockstep_common.errors import Conflict, Unsupported
+from lockstep_common.errors import Conflict
 from lockstep_common.steps import (
     NULL_BLOCK,
     U32,
@@ -36,14 +36,14 @@ from lockstep_common.steps import (
     WorkerFacts,
 )
 from lockstep_worker import collectives
-from lockstep_worker.collectives import Alone, Group, Membership
+from lockstep_worker.collectives import ONLY, Group, Membership, Place
 from lockstep_worker.graphs import DecodeGraphs
 from lockstep_worker.kv import KvCache
 from lockstep_worker.models import Model
 from lockstep_worker.prefill_graphs import PrefillGraphs
 from lockstep_worker.profile import APPLIED, LAUNCHED, Timeline
 from lockstep_worker.protocol import END_BITS, StepResult
-from lockstep_worker.rows import FAULT_BIT, I64, NO_WORD, Batch, ChunkPass, Rows, row_numbers
+from lockstep_worker.rows import FAULT_BIT, I64, NO_CHUNKS, NO_WORD, Batch, ChunkPass, Rows, row_numbers
 from lockstep_worker.sampling import Sampled, Sampler, SamplingRows, Variant, Wanted, top_logprobs_of
 from lockstep_worker.scoring import Scores, score
 from lockstep_worker.staging import Staging
@@ -73,7 +73,8 @@ class Loaded:
     """A model, where it runs, and the room it has.
 
     `make_sampler` gets the sampling state of the rows. `mark` marks the end of the work queued so far on an asynchronous device;
-    None: operations are done when they return. `graphs`: decode steps are captured.
+    None: operations are done when they return. `graphs`: decode steps are captured. `place` that the worker was started for;
+    `nccl`: devices of a group talk to each other, else their hosts do.
     """
 
     model: Model
@@ -88,6 +89,8 @@ class Loaded:
     num_blocks: int
     mark: Callable[[], Mark] | None = None
     graphs: bool = False
+    place: Place = ONLY
+    nccl: bool = True
 
 
 def cuda_mark() -> Mark:
@@ -130,7 +133,7 @@ class Runner:
         self.timeline = Timeline()
         self._deadline_s = collective_deadline_s
         self._timeout_s = reform_timeout_s
-        self._group: Group = Alone(0)
+        self._group = Group()
         self._in_flight: deque[_InFlight] = deque()
         self._regroup = False  # a row of the current batch has ended
         self._scores: Scores | None = None  # of the current step
@@ -146,8 +149,6 @@ class Runner:
 
     def configure(self, group: GroupConfig) -> WorkerFacts:
         loaded = self._loaded
-        if group.cp != 1:
-            raise Unsupported(f"cp {group.cp}: a rank of several workers (context parallelism) is not supported")
         if group.max_rows > loaded.max_rows or group.max_model_len > loaded.max_model_len:
             raise Conflict(
                 f"the group wants {group.max_rows} rows of {group.max_model_len} tokens; this worker was started for "
@@ -163,7 +164,10 @@ class Runner:
             deadline_s=self._deadline_s,
             timeout_s=self._timeout_s,
             report=self.report,
+            nccl=loaded.nccl,
         )
+        self._lag = 0 if loaded.mark is None or group.cp > 1 else _LAG  # CP ranks must learn of ends at the same step
+        loaded.model.join(self._group)
         with torch.inference_mode():
             self._allocate(group)
         self._warm_up(min(group.max_batched_tokens, group.max_model_len))
@@ -192,7 +196,7 @@ class Runner:
 
     def leave(self) -> None:
         """Leaves the group, if there is one."""
-        group, self._group = self._group, Alone(0)
+        group, self._group = self._group, Group()
         group.close()
 
     def close(self) -> None:
@@ -203,7 +207,7 @@ class Runner:
         rows = self._rows.listed(plan.body.rows)
         generations = self._rows.generations[rows]
         for step in range(plan.header.k):
-            self._group.step(plan.header.seq, step, len(rows))
+            self._begin(plan.header.seq, step)
             if len(rows) == 0 and not self._group.coupled:
                 self._in_flight.append(self._nothing)
                 continue
@@ -234,17 +238,35 @@ class Runner:
 
     def _step(self, seq: int, step: int, passes: tuple[Batch | ChunkPass, ...], batch: Batch) -> None:
         """One step of the whole group. Without a live token there is nothing to compute, unless others wait for this rank."""
-        self._group.step(seq, step, batch.size)
-        if not any(part.size for part in passes) and not self._group.coupled:
+        group = self._group
+        self._begin(seq, step)
+        if not any(part.size for part in passes) and not group.coupled:
             self._in_flight.append(self._nothing)
             return
+        if group.coupled and self._rows.by_place and batch.kind is Kind.PREFILL:
+            most = group.meet(len(passes))  # where tokens that are computed again have passes of their own
+            passes = (*passes, *[NO_CHUNKS] * (most - len(passes)))
         logits = [self._logits(part) for part in passes]
-        sampled = self._sampler.sample(
-            logits[0] if len(logits) == 1 else torch.cat(logits), batch.sampling, batch.sample_positions
-        )
-        self._rows.sampling.count(batch.sampling, sampled.tokens)
-        self._copy_out(batch, batch.advance(sampled), sampled)
+        sampled = None
+        words = batch.no_words
+        if not group.follows:
+            sampled = self._sampler.sample(
+                logits[0] if len(logits) == 1 else torch.cat(logits), batch.sampling, batch.sample_positions
+            )
+            self._rows.sampling.count(batch.sampling, sampled.tokens)
+            words = batch.advance(sampled)
+        if batch.size:
+            words = group.cp.broadcast("words", words)  # only the driver samples
+        if group.follows:
+            batch.follow(words)
+        self._copy_out(batch, words, sampled)
         self.timeline.mark(LAUNCHED, seq, step)
+
+    def _begin(self, seq: int, step: int) -> None:
+        """The group's next step. Ranks that share no experts meet before it: nothing else keeps them in step."""
+        self._group.begin(seq, step)
+        if self._group.place.dp > 1 and not self._loaded.model.routed_experts:
+            self._group.meet(0)
 
     def _logits(self, part: Batch | ChunkPass) -> torch.Tensor:
         if isinstance(part, Batch):
@@ -277,8 +299,10 @@ class Runner:
 
     # Copy out
 
-    def _copy_out(self, batch: Batch, words: torch.Tensor, sampled: Sampled) -> None:
-        logprobs, tops = sampled.logprobs, sampled.tops
+    def _copy_out(self, batch: Batch, words: torch.Tensor, sampled: Sampled | None) -> None:
+        """`sampled` by this rank; None: by its driver."""
+        logprobs, tops = (None, ()) if sampled is None else (sampled.logprobs, sampled.tops)
+        wanted = None if sampled is None else batch.sampling.wanted
         scores, self._scores = self._scores, None
         if words.device.type == "cuda":
             scores = None if scores is None else scores.to_host()
@@ -287,7 +311,7 @@ class Runner:
             tops = tuple(
                 (ids.to("cpu", non_blocking=True), values.to("cpu", non_blocking=True)) for ids, values in tops
             )
-        flight = _InFlight(words, batch.generations, self._mark(), batch.sampling.wanted, logprobs, tops, scores)
+        flight = _InFlight(words, batch.generations, self._mark(), wanted, logprobs, tops, scores)
         self._in_flight.append(flight)
 
     def _mark(self) -> Mark | None:
@@ -342,14 +366,16 @@ class Runner:
             group.max_rows,
             group.max_model_len,
             loaded.model.vocab_size,
-            (loaded.block_size,) * len(specs),
+            (loaded.block_size * group.cp,) * len(specs),
             Staging(loaded.device),
             masked=self._lag > 0,
             by_place=not loaded.model.generated_reusable,
             most_replayed=max(group.max_rows, _LEAST_REPLAYED) if loaded.device.type == "cuda" else 0,
+            cp=group.cp,
+            cp_rank=group.cp_rank,
         )
         self._sampler = loaded.make_sampler(self._rows.sampling)
-        if loaded.graphs:
+        if loaded.graphs and not self._group.coupled:
             self._graphs = DecodeGraphs(loaded.model, self._kv, self._rows, max_model_len=group.max_model_len)
             self._graphs.capture()
             if loaded.model.captures_prefill:
@@ -409,7 +435,8 @@ class Runner:
             max_rows=loaded.max_rows,
             weights_epoch=0,
             groups=tuple(
-                KvGroup(spec.kind, loaded.block_size, num_blocks, _name(spec.dtype)) for spec in loaded.model.kv_specs()
+                KvGroup(spec.kind, loaded.block_size * self._group.place.cp, num_blocks, _name(spec.dtype))
+                for spec in loaded.model.kv_specs()
             ),
             deterministic=loaded.deterministic,
             routed_experts=loaded.model.routed_experts,

@@ -124,10 +124,11 @@ def test_a_collective_past_its_deadline_is_reported_once_with_who_is_missing() -
         reported.set()
 
     recorder = Recorder()
+    recorder.at(7, 2)
     peers = ("a:1", "b:1", "c:1", "d:1")
     watchdog = Watchdog(recorder, board, rank=0, peers=peers, deadline_s=0.02, report=report)
     watchdog.start()
-    with recorder.during(here):
+    with recorder.during("step"):
         assert reported.wait(5)
         time.sleep(0.05)
     watchdog.stop()

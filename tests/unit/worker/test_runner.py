@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lockstep_common.errors import Conflict, LockstepError, Unsupported
 from lockstep_common.steps import Body, Flag, GroupConfig, Header, Kind, Plan, Sampling, TopLogprobs
-from lockstep_worker.collectives import Alone
+from lockstep_worker.collectives import CollectiveId, Group, Place
 from lockstep_worker.protocol import StepResult
 from lockstep_worker.runner import NOT_FINITE, select_words
 from tests.unit.worker.toy import (
@@ -151,7 +151,7 @@ def test_placeholder_changes_no_byte_of_the_cache() -> None:
     driver = PlanDriver(runner, window=4)
     driver.add({0: Choice((1, 2, 3, 4, 5), limit=40)})
     driver.decode()
-    runner._group.coupled = True
+    runner._group = Group(Place(2, 1))
     before = runner._kv.layer(0, 0).clone()
     model.passes.clear()
     for kind, chunks in ((Kind.DECODE, ()), (Kind.PREFILL, (7, 2))):
@@ -161,24 +161,21 @@ def test_placeholder_changes_no_byte_of_the_cache() -> None:
     assert torch.equal(runner._kv.layer(0, 0), before)
 
 
-def test_every_rank_of_a_coupled_group_steps_every_step() -> None:
-    class Counting(Alone):
-        coupled = True
+def test_ranks_that_share_no_experts_meet_before_every_step() -> None:
+    met: list[CollectiveId] = []
 
-        def __init__(self) -> None:
-            super().__init__(BLOCKS)
-            self.steps: list[tuple[int, int, int]] = []
-
-        def step(self, seq: int, step: int, live: int) -> int:
-            self.steps.append((seq, step, live))
-            return live
+    class Meeting(Group):
+        def meet(self, mine: int) -> int:
+            with self.recorder.during("step") as collective:
+                met.append(collective)
+            return mine
 
     runner = make_runner(ToyModel())
-    runner._group = group = Counting()
+    runner._group = Meeting(Place(2, 1))
     driver = PlanDriver(runner, window=4)
     driver.add({0: Choice((1, 2), limit=5)})
     driver.decode([0])
-    assert group.steps == [(1, 0, 1), (2, 0, 1), (2, 1, 1), (2, 2, 0), (2, 3, 0)]
+    assert [(c.seq, c.step) for c in met] == [(1, 0), (2, 0), (2, 1), (2, 2), (2, 3)]
 
 
 def test_blocks_are_zeroed_and_copied_before_the_step() -> None:
@@ -206,8 +203,6 @@ def test_configure_refuses_more_than_the_worker_was_started_for() -> None:
     runner = make_runner(ToyModel())
     with pytest.raises(Conflict, match="max_num_seqs"):
         runner.configure(GroupConfig(2, 1, 0, 0, 0, 1, 1, "", 0, ROWS + 1, MAX_LEN, 32, 8, 0))
-    with pytest.raises(Unsupported, match="cp 2"):
-        runner.configure(GroupConfig(2, 1, 0, 0, 0, 1, 2, "", 0, ROWS, MAX_LEN, 32, 8, 0))
     facts = runner.configure(GroupConfig(2, 1, 0, 0, 0, 1, 1, "", 0, ROWS, MAX_LEN, 32, 8, 20))
     assert facts.groups[0].num_blocks == 20 and facts.vocab_size == VOCAB
 

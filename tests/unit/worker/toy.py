@@ -24,6 +24,7 @@ from lockstep_common.steps import (
     TableWrite,
     unpack_words,
 )
+from lockstep_worker.collectives import Group
 from lockstep_worker.inputs import StepInputs
 from lockstep_worker.kv import KvCache, KvSpec
 from lockstep_worker.protocol import StepResult
@@ -65,6 +66,9 @@ class ToyModel:
     def __init__(self, logits_of: Logits = hashed_logits) -> None:
         self.logits_of = logits_of
         self.passes: list[tuple[Kind, int]] = []  # kind and tokens of each forward pass
+
+    def join(self, group: Group) -> None:
+        pass
 
     def kv_specs(self) -> tuple[KvSpec, ...]:
         return (KvSpec(kind="full", layers=1, kv_heads=1, head_dim=1, dtype=torch.float32),)

@@ -1,6 +1,18 @@
 """What the workers of a coupled group do together. `torch.distributed` is imported here and nowhere else."""
 
-from lockstep_worker.collectives.groups import Alone, Coupled, Group, Membership, form
+from lockstep_worker.collectives.communicator import Alone, Communicator, OverHost
+from lockstep_worker.collectives.groups import ONLY, Group, Membership, Place, form
 from lockstep_worker.collectives.record import CollectiveId, Recorder
 
-__all__ = ["Alone", "CollectiveId", "Coupled", "Group", "Membership", "Recorder", "form"]
+__all__ = [
+    "ONLY",
+    "Alone",
+    "CollectiveId",
+    "Communicator",
+    "Group",
+    "Membership",
+    "OverHost",
+    "Place",
+    "Recorder",
+    "form",
+]

@@ -1,4 +1,8 @@
-"""Groups of workers that step together. A group of one has no collectives; a coupled group has one a step at least."""
+"""Groups of workers that step together: dp x cp of them, each with its place, and the communicators between them.
+
+A group of one has nobody to talk to. In a larger one a DP rank's `cp` workers share its requests and KV cache; the routed
+experts are sharded over all of them.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,45 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Final
 
 import torch
-import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from lockstep_common.errors import Conflict, DeadlineExceeded, Unavailable
 from lockstep_common.steps import GroupConfig
-from lockstep_worker.collectives.record import CollectiveId, Recorder
+from lockstep_worker.collectives.communicator import Alone, Communicator, OverHost, OverNccl
+from lockstep_worker.collectives.record import Recorder
 from lockstep_worker.collectives.watchdog import Watchdog
-from lockstep_worker.protocol import GroupLost
 
 log = logging.getLogger(__name__)
+
+LONGEST_PLAN: Final = 64 << 20  # bytes
+ALONE: Final = Alone()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a worker stands in its group: rank = dp_rank * cp + cp_rank."""
+
+    dp: int = 1
+    cp: int = 1
+    rank: int = 0
+
+    @property
+    def size(self) -> int:
+        return self.dp * self.cp
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // self.cp
+
+    @property
+    def cp_rank(self) -> int:
+        return self.rank % self.cp
+
+
+ONLY: Final = Place()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,120 +59,172 @@ class Membership:
     num_blocks: int
 
 
-class Group(Protocol):
-    """The other workers, as the runner sees them."""
+class Group:
+    """The other workers, as the runner sees them; without arguments a group of one.
 
-    coupled: bool
-    num_blocks: int  # agreed: the smallest of all ranks
-
-    def step(self, seq: int, step: int, live: int) -> int:
-        """Begins a step together; returns the largest number of live rows of any rank. GroupLost if another is gone."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class Alone:
-    """A group of one: steps need nobody."""
-
-    coupled = False
-
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-
-    def step(self, seq: int, step: int, live: int) -> int:
-        return live
-
-    def close(self) -> None:
-        pass
-
-
-class Coupled:
-    """A group over gloo on the CPU and, where the model runs on CUDA, NCCL for what stays on the device."""
-
-    coupled = True
+    `world` and `cp` carry what the model computes, from device to device where they can: all workers, and those of this DP
+    rank. `control` is for the host: those of this DP rank. `everybody` too: all workers.
+    """
 
     def __init__(
         self,
-        config: GroupConfig,
-        mine: Membership,
-        device: torch.device,
+        place: Place = ONLY,
+        num_blocks: int = 0,
         *,
-        deadline_s: float,
-        timeout_s: float,
-        report: Callable[[str], None],
+        world: Communicator = ALONE,
+        cp: Communicator = ALONE,
+        control: Communicator = ALONE,
+        everybody: Communicator = ALONE,
+        recorder: Recorder | None = None,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """Blocks until all ranks have come. Conflict: unequal config hashes; DeadlineExceeded: names the missing ranks."""
-        self._rank = config.rank
-        self._size = config.dp * config.cp
-        self._peers = config.peers or tuple(f"rank {rank}" for rank in range(self._size))
-        timeout = timedelta(seconds=timeout_s)
-        try:
-            store = TCPStore(
-                config.store_host,
-                config.store_port,
-                world_size=self._size,
-                is_master=config.rank == 0,
-                timeout=timeout,
-                wait_for_workers=False,
-            )
-        except (RuntimeError, dist.DistError) as error:
-            where = f"{config.store_host}:{config.store_port}"
-            raise Unavailable(
-                f"the group's store at {where} (hosted by {self._peers[0]}) cannot be used: {error}"
-            ) from error
-        self._store = PrefixStore(f"epoch-{config.epoch}", store)
-        self.num_blocks = self._agree(mine, timeout)
-        dist.init_process_group("gloo", store=self._store, rank=self._rank, world_size=self._size, timeout=timeout)
-        self.device_group = dist.new_group(backend="nccl") if device.type == "cuda" else dist.group.WORLD
-        self._live = torch.zeros(1, dtype=torch.int64)
-        self.recorder = Recorder()
-        self._watchdog = Watchdog(
-            self.recorder,
-            _StoreBoard(self._store),
-            rank=self._rank,
-            peers=self._peers,
-            deadline_s=deadline_s,
-            report=report,
-        )
-        self._watchdog.start()
+        self.place = place
+        self.num_blocks = num_blocks  # agreed: the smallest of all ranks
+        self.world = world
+        self.cp = cp
+        self.control = control
+        self.everybody = everybody
+        self.recorder = recorder or Recorder()
+        self._on_close = on_close
 
-    def step(self, seq: int, step: int, live: int) -> int:
-        self._live[0] = live
-        collective = CollectiveId(seq, step, 0, "step")
-        with self.recorder.during(collective):
-            try:
-                dist.all_reduce(self._live, op=dist.ReduceOp.MAX)
-            except RuntimeError as error:
-                raise GroupLost(f"the group broke in {collective}: {error}") from error
-        return int(self._live[0])
+    @property
+    def coupled(self) -> bool:
+        return self.place.size > 1
+
+    @property
+    def follows(self) -> bool:
+        """Whether plans come from the DP rank's driver."""
+        return self.place.cp_rank > 0
+
+    def begin(self, seq: int, step: int) -> None:
+        """What comes belongs to this step."""
+        self.recorder.at(seq, step)
+
+    def meet(self, mine: int) -> int:
+        """Waits for everybody; the largest number that any rank brought. GroupLost if another rank is gone."""
+        return int(self.everybody.maximum("step", torch.tensor([mine])))
+
+    def forward_plan(self, data: bytes) -> None:
+        """The driver's: gives the bytes of a plan (none: a sign of life) to its followers."""
+        if self.control.size == 1:
+            return
+        self.control.broadcast("plan, length", torch.tensor([len(data)]))
+        if data:
+            self.control.broadcast("plan", torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def next_plan(self) -> bytes:
+        """A follower's: the bytes of the next plan; none if the driver only gave a sign of life."""
+        length = int(self.control.broadcast("plan, length", torch.zeros(1, dtype=torch.int64)))
+        if not 0 <= length <= LONGEST_PLAN:
+            raise Conflict(f"the driver announced a plan of {length} bytes")
+        if not length:
+            return b""
+        return self.control.broadcast("plan", torch.empty(length, dtype=torch.uint8)).numpy().tobytes()
 
     def close(self) -> None:
-        self._watchdog.stop()
-        dist.destroy_process_group()
+        self._on_close()
+        for communicator in {id(c): c for c in (self.world, self.cp, self.control, self.everybody)}.values():
+            communicator.close()
 
-    def _agree(self, mine: Membership, timeout: timedelta) -> int:
-        """Exchanges memberships through the store, before any process group exists; returns the blocks that all have."""
-        self._store.set(f"member-{self._rank}", f"{mine.num_blocks} {mine.config_hash}")
-        keys = [f"member-{rank}" for rank in range(self._size)]
-        try:
-            self._store.wait(keys, timeout)
-        except (RuntimeError, dist.DistError) as error:
-            missing = [peer for key, peer in zip(keys, self._peers, strict=True) if not self._store.check([key])]
-            raise DeadlineExceeded(f"not everybody came to the group; missing: {', '.join(missing)}") from error
-        members = [self._store.get(key).decode().partition(" ") for key in keys]
-        self._store.set(f"read-{self._rank}", "")
-        if self._rank == 0:  # whoever hosts the store must not leave before everybody has read
-            self._store.wait([f"read-{rank}" for rank in range(self._size)], timeout)
-        smallest = mine.num_blocks
-        for (blocks, _, config_hash), peer in zip(members, self._peers, strict=True):
-            if config_hash != mine.config_hash:
-                raise Conflict(
-                    f"config hash {mine.config_hash} of {self._peers[self._rank]} is not {config_hash} of {peer}: "
-                    "start all workers of a group with the same model and settings"
-                )
-            smallest = min(smallest, int(blocks))
-        return smallest
+
+def form(
+    config: GroupConfig,
+    mine: Membership,
+    device: torch.device,
+    *,
+    deadline_s: float,
+    timeout_s: float,
+    report: Callable[[str], None],
+    nccl: bool = True,
+) -> Group:
+    """Joins the group of `config`: a group of one at once, a coupled one when everybody is there.
+
+    `nccl`: devices talk to each other; else through their hosts, as ranks must that share a GPU. Conflict: unequal config
+    hashes; DeadlineExceeded: names the missing ranks.
+    """
+    place = Place(config.dp, config.cp, config.rank)
+    if place.size == 1:
+        return Group(place, mine.num_blocks)
+    if (config.dp_rank, config.cp_rank) != (place.dp_rank, place.cp_rank):
+        raise Conflict(
+            f"rank {config.rank} of {config.dp} x {config.cp} is not dp {config.dp_rank}, cp {config.cp_rank}"
+        )
+    peers = config.peers or tuple(f"rank {rank}" for rank in range(place.size))
+    timeout = timedelta(seconds=timeout_s)
+    store = _open_store(config, peers[0], place, timeout)
+    num_blocks = _agree(store, mine, place, peers, timeout)
+    recorder = Recorder()
+    host = peers[place.rank].rpartition(":")[0] if config.peers else config.store_host
+
+    def over(name: str, rank: int, size: int, *, of_device: bool) -> Communicator:
+        if size == 1:
+            return ALONE
+        named = PrefixStore(name, store)
+        if of_device and nccl and device.type == "cuda":
+            return OverNccl(named, recorder, rank, size, timeout=timeout)
+        return OverHost(named, recorder, rank, size, host=host, timeout=timeout)
+
+    try:
+        everybody = over("everybody", place.rank, place.size, of_device=False)
+        world = over("world", place.rank, place.size, of_device=True)
+        control = over(f"control-{place.dp_rank}", place.cp_rank, place.cp, of_device=False)
+        cp = over(f"cp-{place.dp_rank}", place.cp_rank, place.cp, of_device=True)
+    except RuntimeError as error:
+        raise Unavailable(f"the group's workers cannot connect to each other: {error}") from error
+    watchdog = Watchdog(
+        recorder, _StoreBoard(store), rank=place.rank, peers=peers, deadline_s=deadline_s, report=report
+    )
+    watchdog.start()
+    return Group(
+        place,
+        num_blocks,
+        world=world,
+        cp=cp,
+        control=control,
+        everybody=everybody,
+        recorder=recorder,
+        on_close=watchdog.stop,
+    )
+
+
+def _open_store(config: GroupConfig, host: str, place: Place, timeout: timedelta) -> Store:
+    try:
+        store = TCPStore(
+            config.store_host,
+            config.store_port,
+            world_size=place.size,
+            is_master=place.rank == 0,
+            timeout=timeout,
+            wait_for_workers=False,
+        )
+    except (RuntimeError, DistError) as error:
+        where = f"{config.store_host}:{config.store_port}"
+        raise Unavailable(f"the group's store at {where} (hosted by {host}) cannot be used: {error}") from error
+    return PrefixStore(f"epoch-{config.epoch}", store)
+
+
+def _agree(store: Store, mine: Membership, place: Place, peers: tuple[str, ...], timeout: timedelta) -> int:
+    """Exchanges memberships through the store, before any process group exists; returns the blocks that all have."""
+    store.set(f"member-{place.rank}", f"{mine.num_blocks} {mine.config_hash}")
+    keys = [f"member-{rank}" for rank in range(place.size)]
+    try:
+        store.wait(keys, timeout)
+    except (RuntimeError, DistError) as error:
+        missing = [peer for key, peer in zip(keys, peers, strict=True) if not store.check([key])]
+        raise DeadlineExceeded(f"not everybody came to the group; missing: {', '.join(missing)}") from error
+    members = [store.get(key).decode().partition(" ") for key in keys]
+    store.set(f"read-{place.rank}", "")
+    if place.rank == 0:  # whoever hosts the store must not leave before everybody has read
+        store.wait([f"read-{rank}" for rank in range(place.size)], timeout)
+    smallest = mine.num_blocks
+    for (blocks, _, config_hash), peer in zip(members, peers, strict=True):
+        if config_hash != mine.config_hash:
+            raise Conflict(
+                f"config hash {mine.config_hash} of {peers[place.rank]} is not {config_hash} of {peer}: "
+                "start all workers of a group with the same model and settings"
+            )
+        smallest = min(smallest, int(blocks))
+    return smallest
 
 
 class _StoreBoard:
@@ -155,18 +237,3 @@ class _StoreBoard:
     def read(self, rank: int) -> str:
         key = f"waiting-{rank}"
         return self._store.get(key).decode() if self._store.check([key]) else ""
-
-
-def form(
-    config: GroupConfig,
-    mine: Membership,
-    device: torch.device,
-    *,
-    deadline_s: float,
-    timeout_s: float,
-    report: Callable[[str], None],
-) -> Group:
-    """Joins the group of `config`: a group of one at once, a coupled one when everybody is there."""
-    if config.dp * config.cp == 1:
-        return Alone(mine.num_blocks)
-    return Coupled(config, mine, device, deadline_s=deadline_s, timeout_s=timeout_s, report=report)

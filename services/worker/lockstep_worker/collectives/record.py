@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-_KEPT: Final = 256
+KEPT: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +41,24 @@ class Recorder:
     """The collective that is open now and the last ones before it. Written by the step thread, read by the watchdog."""
 
     def __init__(self) -> None:
+        self._seq = self._step = self._index = 0
         self._open: tuple[CollectiveId, float] | None = None
-        self._done: deque[Record] = deque(maxlen=_KEPT)
+        self._done: deque[Record] = deque(maxlen=KEPT)
         self._lock = threading.Lock()
 
+    def at(self, seq: int, step: int) -> None:
+        """The collectives from here on belong to this step of this plan, and are counted from 0."""
+        self._seq, self._step, self._index = seq, step, 0
+
     @contextmanager
-    def during(self, collective: CollectiveId) -> Iterator[None]:
+    def during(self, name: str) -> Iterator[CollectiveId]:
+        """The next collective of the step, while it is open."""
+        collective = CollectiveId(self._seq, self._step, self._index, name)
+        self._index += 1
         start_s = time.monotonic()
         self._open = (collective, start_s)
         try:
-            yield
+            yield collective
         finally:
             self._open = None
             with self._lock:

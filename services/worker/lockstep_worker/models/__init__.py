@@ -8,6 +8,7 @@ from typing import Final, Protocol
 
 import torch
 
+from lockstep_worker.collectives import Group
 from lockstep_worker.inputs import StepInputs
 from lockstep_worker.kv import KvCache, KvSpec
 from lockstep_worker.models import deepseek, glm4_moe, llama, mixtral, qwen3_moe
@@ -33,6 +34,12 @@ class Model(Protocol):
         int | None
     )  # all sequences of such a pass have at most so many positions before it; None: any number
     config_hash: str  # equal on two workers exactly if config, dtype and the weights' headers are
+
+    def join(self, group: Group) -> None:
+        """Computes together with the workers of this group from now on; a group of one is nobody else.
+
+        Conflict if it was loaded for another place. All workers of a DP rank call `forward` and `logits` for the same rows.
+        """
 
     def kv_specs(self) -> tuple[KvSpec, ...]:
         """What each KV group keeps."""

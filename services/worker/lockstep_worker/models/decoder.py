@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from lockstep_common.errors import ConfigError
+from lockstep_common.errors import ConfigError, Unsupported
 from lockstep_common.steps import Kind
 from lockstep_kernels import rope
 from lockstep_kernels.attention import PagedBatch, Prepared, attention, prepare
@@ -21,6 +21,7 @@ from lockstep_kernels.fp8 import BLOCK, E4M3, Fp8Weight, dequantise
 from lockstep_kernels.linear import Packed, linear, pack, pack_fp8
 from lockstep_kernels.rms_norm import Norm, rms_norm
 from lockstep_kernels.swiglu import GateUp, pack_gate_up, pack_gate_up_fp8, swiglu
+from lockstep_worker.collectives import Group
 from lockstep_worker.inputs import StepInputs, one_token_each
 from lockstep_worker.kv import KvCache, KvSpec
 from lockstep_worker.models.layers import Rope, check_full_attention, config_hash, padded_rows, read_rope
@@ -395,6 +396,10 @@ class Decoder:
         self.captured_prefix: int | None = None
         cos, sin = config.rope.cos_sin(config.max_positions, config.head_dim)
         self._tables = rope.tables(cos, sin, qkv.dtype, embedding.device)
+
+    def join(self, group: Group) -> None:
+        if group.place.cp > 1:
+            raise Unsupported(f"{self.name}: context parallelism")
 
     def kv_specs(self) -> tuple[KvSpec, ...]:
         c = self._config

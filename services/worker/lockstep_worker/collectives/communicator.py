@@ -1,0 +1,213 @@
+"""Ranks that exchange tensors, and how: nobody else, through the host (gloo), or from device to device (NCCL).
+
+All ranks of a communicator call the same methods in the same order, a rank with nothing to say too. Each call has a name and is
+recorded; GroupLost says in which one the group broke. Tensors travel as bytes, so any dtype will do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch.distributed import (  # type: ignore[attr-defined]
+    AllreduceOptions,
+    BroadcastOptions,
+    ProcessGroupGloo,
+    ReduceOp,
+    Store,
+)
+
+from lockstep_worker.collectives.record import Recorder
+from lockstep_worker.protocol import GroupLost
+
+
+class Communicator(Protocol):
+    """What `size` ranks do together; this one is `rank`."""
+
+    rank: int
+    size: int
+
+    def all_gather(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """[size, *x.shape]: everybody's x, by rank. All have the same shape and dtype."""
+        ...
+
+    def all_gather_later(self, name: str, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begins to gather, and returns at once: a call that gives what `all_gather` gives. x must stay as it is until then."""
+        ...
+
+    def all_to_all(self, name: str, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+        """The first sent[0] rows of x [sum(sent), ...] go to rank 0, the next sent[1] to rank 1, and so on; returns
+        [sum(received), ...], by rank. What a rank sends to another is what that one receives from it."""
+        ...
+
+    def swap(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """x [size, ...]: part i goes to rank i; returns [size, ...], part j from rank j."""
+        ...
+
+    def broadcast(self, name: str, x: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """x of rank `source`, on all ranks; the others' x (of the same shape and dtype) is overwritten. Returns x."""
+        ...
+
+    def maximum(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """Element by element the largest of all ranks' x, written over x. Returns x."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Alone:
+    """A communicator of one rank."""
+
+    rank = 0
+    size = 1
+
+    def all_gather(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return x[None]
+
+    def all_gather_later(self, name: str, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return lambda: x[None]
+
+    def all_to_all(self, name: str, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+        return x
+
+    def swap(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def broadcast(self, name: str, x: torch.Tensor, source: int = 0) -> torch.Tensor:
+        return x
+
+    def maximum(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def close(self) -> None:
+        pass
+
+
+class _OverGroup:
+    """A communicator over one of torch's process groups."""
+
+    def __init__(self, group: Any, recorder: Recorder, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self._group = group
+        self._recorder = recorder
+
+    def all_gather(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        with self._recorder.during(name):
+            work, result = self._begin_gather(name, x)
+            return self._finish(name, work, result)
+
+    def all_gather_later(self, name: str, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        with self._recorder.during(name):
+            work, result = self._begin_gather(name, x)
+
+        def finish() -> torch.Tensor:
+            with self._recorder.during(f"{name}, arrival"):
+                return self._finish(name, work, result)
+
+        return finish
+
+    def all_to_all(self, name: str, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+        outgoing, width = self._outgoing(x), math.prod(x.shape[1:]) * x.dtype.itemsize
+        result = outgoing.new_empty(sum(received) * width)
+        splits = [[count * width for count in counts] for counts in (received, sent)]
+        with self._recorder.during(name):
+            work = self._call(name, lambda: self._group.alltoall_base(result, outgoing, *splits))
+            return self._finish(name, work, lambda: self._incoming(result, (sum(received), *x.shape[1:]), x))
+
+    def swap(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        outgoing = self._outgoing(x)
+        result = torch.empty_like(outgoing)
+        with self._recorder.during(name):
+            work = self._call(name, lambda: self._group.alltoall_base(result, outgoing, [], []))
+            return self._finish(name, work, lambda: self._incoming(result, x.shape, x))
+
+    def broadcast(self, name: str, x: torch.Tensor, source: int = 0) -> torch.Tensor:
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = source, 0
+        data = self._outgoing(x)
+        with self._recorder.during(name):
+            work = self._call(name, lambda: self._group.broadcast([data], options))
+            return self._finish(name, work, lambda: self._over(x, data))
+
+    def maximum(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        options = AllreduceOptions()
+        options.reduceOp = ReduceOp.MAX  # type: ignore[assignment]
+        data = self._numbers(x)
+        with self._recorder.during(name):
+            work = self._call(name, lambda: self._group.allreduce([data], options))
+            return self._finish(name, work, lambda: x if data is x else x.copy_(data))
+
+    def close(self) -> None:
+        self._group.abort()
+
+    def _begin_gather(self, name: str, x: torch.Tensor) -> tuple[Any, Callable[[], torch.Tensor]]:
+        outgoing = self._outgoing(x)
+        result = outgoing.new_empty(self.size * outgoing.shape[0])
+        work = self._call(name, lambda: self._group._allgather_base(result, outgoing))
+        return work, lambda: self._incoming(result, (self.size, *x.shape), x)
+
+    def _call(self, name: str, begin: Callable[[], Any]) -> Any:
+        try:
+            return begin()
+        except RuntimeError as error:
+            raise GroupLost(f"the group broke in {name}: {error}") from error
+
+    def _finish(self, name: str, work: Any, result: Callable[[], torch.Tensor]) -> torch.Tensor:
+        self._call(name, work.wait)
+        return result()
+
+    def _outgoing(self, x: torch.Tensor) -> torch.Tensor:
+        """The bytes of x, flat, where the group takes them."""
+        return _bytes(x)
+
+    def _numbers(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def _incoming(self, data: torch.Tensor, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        return data.view(like.dtype).view(*shape)
+
+    def _over(self, x: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+        """x, with these bytes."""
+        if data.data_ptr() != x.data_ptr():
+            x.copy_(self._incoming(data, x.shape, x))
+        return x
+
+
+class OverHost(_OverGroup):
+    """gloo, on the CPU; tensors of other devices take the way through the host's memory."""
+
+    def __init__(
+        self, store: Store, recorder: Recorder, rank: int, size: int, *, host: str, timeout: timedelta
+    ) -> None:
+        """`host`: an address of this machine that the other ranks reach. RuntimeError if they do not come in time."""
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timeout
+        options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+        super().__init__(ProcessGroupGloo(store, rank, size, options), recorder, rank, size)
+
+    def _outgoing(self, x: torch.Tensor) -> torch.Tensor:
+        return _bytes(x.cpu())
+
+    def _numbers(self, x: torch.Tensor) -> torch.Tensor:
+        return x.cpu()
+
+    def _incoming(self, data: torch.Tensor, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        return super()._incoming(data, shape, like).to(like.device)
+
+
+class OverNccl(_OverGroup):
+    """NCCL: from device to device, in the order of the current stream."""
+
+    def __init__(self, store: Store, recorder: Recorder, rank: int, size: int, *, timeout: timedelta) -> None:
+        from torch.distributed import ProcessGroupNCCL  # only CUDA builds of torch have it
+
+        options = ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        super().__init__(ProcessGroupNCCL(store, rank, size, options), recorder, rank, size)
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(-1).view(torch.uint8)

@@ -1,0 +1,57 @@
+"""Several ranks in one process: a thread each, with real gloo communicators between them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+from torch.distributed import HashStore, PrefixStore, Store
+
+from lockstep_worker.collectives import Alone, Communicator, Group, OverHost, Place, Recorder
+
+T = TypeVar("T")
+
+TIMEOUT = timedelta(seconds=20)
+
+
+def run_ranks(dp: int, cp: int, work: Callable[[Group], T], *, num_blocks: int = 0) -> list[T]:
+    """What `work` returns on each of the dp x cp ranks, by rank. Raises what the first rank that failed raised."""
+    store: Store = HashStore()
+    results: dict[int, T] = {}
+    errors: dict[int, BaseException] = {}
+
+    def run(rank: int) -> None:
+        try:
+            group = make_group(store, Place(dp, cp, rank), num_blocks)
+            with torch.inference_mode():
+                results[rank] = work(group)
+        except BaseException as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}") for rank in range(dp * cp)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for rank in sorted(errors):
+        raise errors[rank]
+    return [results[rank] for rank in range(dp * cp)]
+
+
+def make_group(store: Store, place: Place, num_blocks: int = 0) -> Group:
+    """A group over gloo whose ranks share the store. Blocks until all have come."""
+    recorder = Recorder()
+
+    def over(name: str, rank: int, size: int) -> Communicator:
+        if size == 1:
+            return Alone()
+        return OverHost(PrefixStore(name, store), recorder, rank, size, host="127.0.0.1", timeout=TIMEOUT)
+
+    everybody = over("everybody", place.rank, place.size)
+    world = over("world", place.rank, place.size)
+    control = over(f"control-{place.dp_rank}", place.cp_rank, place.cp)
+    cp = over(f"cp-{place.dp_rank}", place.cp_rank, place.cp)
+    return Group(place, num_blocks, world=world, cp=cp, control=control, everybody=everybody, recorder=recorder)

@@ -1,8 +1,10 @@
-"""The step loop of one engine group: book what came back, agree on what comes next, send it.
+"""The step loop of one shard's DP ranks: book what came back, agree on what comes next, send it.
 
 `advance` is the loop, one turn per event (an outcome, a new request, a timer). It is synchronous and never waits: plans
 leave through `Workers.send`, outcomes and requests come in as calls, events leave through `emit`, the ledger takes its
-batches off the loop.
+batches off the loop. Votes leave through `Polls.cast`; a group of one shard has its header at once, with several it comes in
+through `on_header`. Until then no plan is composed, but requests end, come and go: what the votes promised stays true, because
+it only ever gets less (`plan.remainder`).
 
 Late commit (P2): at most one plan waits at the workers behind the running one. It is composed when at most `lead_steps` steps
 of the running one remain, and then only as early as it must be to arrive in time: what is left of the running plan, less the
@@ -13,25 +15,27 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep_common.clock import Clock
-from lockstep_common.errors import DeadlineExceeded, LockstepError, Overloaded, Unavailable
+from lockstep_common.errors import Conflict, DeadlineExceeded, LockstepError, Overloaded, Unavailable
 from lockstep_common.steps import U32, Body, Header, Kind, PlanOutcome, Sampling
 from lockstep_scheduler import admission, plan
 from lockstep_scheduler.booking import Booked, EventBatch, book, events, scores_event
+from lockstep_scheduler.eplb import Rebalancer
 from lockstep_scheduler.ledger import Ledger
 from lockstep_scheduler.lifecycle import Lifecycle
 from lockstep_scheduler.pace import Pace
-from lockstep_scheduler.plan import Limits, RankState
+from lockstep_scheduler.plan import Limits, RankDraft, RankState
+from lockstep_scheduler.polls import Alone, Ballot, Polls
 from lockstep_scheduler.request import Choice, End, Phase, Request, Slots
 from lockstep_scheduler.settings import Group, Settings
 from lockstep_scheduler.stats import Stats
-from lockstep_scheduler.vote import Point, Position, Rules, agree, point, rules_for
+from lockstep_scheduler.vote import Point, Position, Rules, after, point, rules_for
 
 VOTE_INTERVAL = 0.040
 VOTE_INTERVALS = {"cpu": 0.160}  # where the services wake up on the cores that compute, fewer plans cost less
@@ -63,6 +67,15 @@ class InFlight:
     held: float = 0.0  # seconds that this took away from the turnaround that the workers measure
 
 
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """This shard's ballot in the open round."""
+
+    draft: plan.Draft | None
+    at: float
+    behind: bool  # a plan was running when it was cast
+
+
 class StepLoop:
     def __init__(
         self,
@@ -85,34 +98,56 @@ class StepLoop:
         self._ledger = ledger
         self._emit = emit
         self._defer = defer
-        self._seq = self._step = self._point_tokens = 0
-        self._owed = False
+        self.rules: Rules | None = None
+        self._position = Position(0, 1, 0)
+        self._round = 1
+        self._called = 0  # the last round that another shard has called this one to
+        self._asleep = True  # the last round said `park`, or there was none
+        self._cast: Cast | None = None
         self._inflight: deque[InFlight] = deque()
         self._last_booked = 0.0
         self._held_too_long = False  # the running plan ended before the next one was composed
         self.pace = Pace()
+        self.experts: Rebalancer | None = (
+            None  # of a group with routed experts, at the shard that decides where they lie
+        )
 
     # -- the loop -------------------------------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """Sends plans while the next one is due. Every rank's body belongs to the one header that all ranks agree on."""
-        while self.group is not None and self._due():
+        """Votes and sends plans while the next one is due. Every rank's body belongs to the one header that all ranks agree on."""
+        while self.group is not None and self._cast is None and self._due():
             for rank in self.ranks:
                 self._requeue(plan.make_room(rank, self.slots))
-            draft = self._draft()
-            ballots = plan.votes(self.ranks, draft, self.slots, min(self.rules.a, self.rules.max_window), self.draining)
-            header = agree(self._position(), self.rules, ballots)
-            if header.kind is Kind.PARK:
-                self._held_too_long = False
+            header = self._vote()
+            if header is None:
                 return
-            self._dispatch(header, draft)
+            self._agreed(header)
+            if self._asleep:
+                return
+
+    def on_header(self, number: int, header: Header, waited: float) -> None:
+        """The header of a round in which other shards voted too; `waited`: seconds for which their ballots kept it back."""
+        if self.group is None or self._cast is None or number != self._round:
+            return  # of a group that is lost, or a repetition
+        now = self._clock.now()
+        self.stats.voted(now - self._cast.at - waited)
+        if self._inflight:
+            self._inflight[-1].held += waited  # the workers measure it as a part of the turnaround, and it is not ours
+        self._agreed(header)
+        self.advance()
+
+    def call(self, number: int) -> None:
+        """Somebody has something to say in round `number`: vote, even if there is nothing to say here."""
+        self._called = max(self._called, number)
+        self.advance()
 
     def on_outcome(self, outcome: PlanOutcome) -> None:
         """Books one rank's report and goes on."""
         flight = self._flight(outcome)
         if flight is None:
             return
-        rank = self.ranks[outcome.dp_rank]
+        rank = self.ranks[outcome.dp_rank - self.group.ranks.start]  # type: ignore[union-attr]
         booked = book(outcome, flight.tables[rank.index], self.slots)
         self._account(flight, rank, outcome, booked)
         self._publish(rank, booked)
@@ -131,6 +166,8 @@ class StepLoop:
                 if self._inflight:
                     self._inflight[0].reported = self._last_booked  # it has just begun
         self.advance()
+        if self.experts and outcome.expert_loads is not None:  # last: to plan a placement takes milliseconds
+            self.experts.add(outcome.seq, outcome.expert_loads, self._clock.now())
 
     def _due(self) -> bool:
         """P2: nothing in flight, or one plan with at most `lead_steps` steps to go, as late as is safe."""
@@ -145,12 +182,12 @@ class StepLoop:
     def _next_is_full(self) -> bool:
         """Whether prompts that wait fill the next prefill step: then nothing that still comes could go into it, and holding it
         back would only risk an idle device, as prefill steps are not as even as decode."""
-        left = 0 if self._owed else self.settings.max_batched_tokens * len(self.ranks)
+        left = 0 if self._position.owed else self.settings.max_batched_tokens * len(self.ranks)
         for choice in self._unfilled():
             if left <= 0:
                 break
             left -= len(choice.tokens) - choice.computed
-        return left <= 0 and not self._owed
+        return left <= 0 and not self._position.owed
 
     def _unfilled(self) -> Iterator[Choice]:
         """Choices whose prompts are not computed yet, in the order in which they will be."""
@@ -171,27 +208,70 @@ class StepLoop:
                 self._defer(running.held)
         return now >= running.hold
 
+    def _vote(self) -> Header | None:
+        """Casts this shard's votes; the header, if it is known at once. While the group sleeps only who has something to say, or
+        is called, votes."""
+        draft = self._draft()
+        want_k = min(self.rules.a, self.limits.max_window) if self.rules is not None else self.limits.max_window
+        first = self.group.ranks.start  # type: ignore[union-attr]
+        votes = plan.votes(self.ranks, draft, self.slots, want_k, self.draining, first_rank=first)
+        if self._asleep and self._called < self._round and not any(vote.want or vote.running for vote in votes):
+            return None
+        now = self._clock.now()
+        self._cast = Cast(draft, now, bool(self._inflight))
+        ballot = Ballot(self._round, self._position.seq, votes, self.pace.turnaround)
+        return self._polls.cast(ballot, self._orders(now), self.rules, now)
+
+    def _orders(self, now: float) -> Position:
+        """The position, with what the next plan shall do about experts."""
+        if (experts := self.experts) is None:
+            return self._position
+        return replace(
+            self._position,
+            placement_version=experts.version,
+            move=experts.next_move(),
+            report_loads=experts.report_due(now),
+        )
+
+    def _agreed(self, header: Header) -> None:
+        """A round is over: everybody sends the same plan, or sleeps."""
+        cast, self._cast = self._cast, None
+        assert cast is not None
+        self._round += 1
+        self.pace.others = self._polls.turnaround
+        self._asleep = header.kind is Kind.PARK
+        if self._asleep:
+            self._held_too_long = False
+            return
+        if header.seq != self._position.seq:
+            raise Conflict(
+                f"the group agreed on plan {header.seq}, but this shard has sent plans up to {self._position.seq - 1}"
+            )
+        if header.first_step != self._position.step:
+            self.stats.resyncs += 1
+        self._dispatch(header, cast)
+
     def _draft(self) -> plan.Draft | None:
-        """What could be prefilled; None between vote points, where nobody asks."""
+        """What could be prefilled; None between vote points, where nobody asks (a shard without the rules always answers)."""
         running = any(len(plan.decodable(rank, self.slots)) for rank in self.ranks)
-        if running and (self._owed or point(self._step, self.rules) is Point.NONE):
+        at = self._position
+        if running and (at.owed or (self.rules is not None and point(at.step, self.rules) is Point.NONE)):
             return None
         if not self.waiting and not any(rank.prefilling for rank in self.ranks):
             return None
         return plan.draft_prefill(self.ranks, self.waiting, self.limits, self._clock.now())
 
-    def _dispatch(self, header: Header, draft: plan.Draft | None) -> None:
+    def _dispatch(self, header: Header, cast: Cast) -> None:
         now = self._clock.now()
         notice = self.pace.notice(header)
         bodies: list[Body] = []
         flight = InFlight(header, [], [], [], [], notice, sent=now, reported=now)
-        for position, rank in enumerate(self.ranks):
+        drafts = self._drafts(cast)
+        for rank, draft in zip(self.ranks, drafts, strict=True):
             common = {"seq": header.seq, "term": self.group.term, "ack": self._ledger.acked}  # type: ignore[union-attr]
             if header.kind is Kind.PREFILL:
-                assert draft is not None
-                body, mine = plan.commit_prefill(
-                    rank, draft.ranks[position], self.slots, self.waiting, self.limits, **common
-                )
+                budget = header.micro_chunks[0]
+                body, mine = plan.commit_prefill(rank, draft, self.slots, self.waiting, self.limits, budget, **common)
             else:
                 body, mine = plan.commit_decode(rank, self.slots, header.k, notice=notice, **common)
             bodies.append(body)
@@ -200,29 +280,31 @@ class StepLoop:
             flight.progress.append(0)
             flight.complete.append(False)
         if header.kind is Kind.PREFILL:
-            self._after_prefill(header, draft, now)
-        else:
-            self._step += header.k
-            self._owed, self._point_tokens = False, 0
-        if not any(flight.rows):
+            self._after_prefill(cast.draft, drafts, now)
+        if self._alone and not any(flight.rows):
             raise AssertionError(f"plan {header.seq} ({header.kind.name}) is empty though work is pending")
-        self._seq = header.seq
-        flight.continues = bool(self._inflight) or self._held_too_long
+        self._position = after(self._position, header, self._point_bound)
+        flight.continues = cast.behind or self._held_too_long
         self._held_too_long = False
         self._inflight.append(flight)
         self.stats.plans[header.kind.name.lower()] += 1
         self.workers.send(header, bodies)
+        if self.experts:
+            self.experts.sent(header, now)
 
-    def _after_prefill(self, header: Header, draft: plan.Draft | None, now: float) -> None:
-        """A point repeats up to max_prefill_tokens_per_point; then, if any row runs, one decode window is owed."""
-        assert draft is not None
-        self._point_tokens += max(header.micro_chunks)
-        bound = self.settings.max_prefill_tokens_per_point or self.settings.max_batched_tokens
-        self._owed = self._point_tokens >= bound
-        for choice in draft.passed:
+    def _drafts(self, cast: Cast) -> list[RankDraft]:
+        """What each rank would prefill, as far as it is still there."""
+        if cast.draft is None:
+            return [RankDraft() for _ in self.ranks]
+        if self._alone:
+            return cast.draft.ranks  # nothing has happened since
+        return [plan.remainder(draft) for draft in cast.draft.ranks]
+
+    def _after_prefill(self, draft: plan.Draft | None, drafts: Sequence[RankDraft], now: float) -> None:
+        for choice in draft.passed if draft is not None else ():
             choice.request.passed_over += 1
             choice.request.passed_since = min(choice.request.passed_since, now)
-        for rank_draft in draft.ranks:
+        for rank_draft in drafts:
             for group in rank_draft.admits:
                 first = group[0]
                 if first.phase is not Phase.WAITING and first.index == 0 and len(first.tokens) == first.prompt_len:
@@ -231,17 +313,15 @@ class StepLoop:
                     self.stats.prompt_tokens += first.prompt_len
                     self.stats.cached_tokens += first.request.cached
 
-    def _position(self) -> Position:
-        assert self.group is not None
-        return Position(self.group.epoch, self._seq + 1, self._step, self._owed)
-
     # -- the group ------------------------------------------------------------------------------------------------------
 
-    def start(self, group: Group, workers: Workers) -> None:
-        """A group has formed under a new epoch: empty caches, counters at 0. What waits is planned at once."""
+    def start(self, group: Group, workers: Workers, polls: Polls | None = None) -> None:
+        """A group has formed under a new epoch: empty caches, counters at 0. What waits is planned at once. `workers` are those
+        of the group's `ranks`, which this shard drives; `polls` is where it votes."""
         kv = group.facts.groups[0]
         settings = self.settings
-        self.group, self.workers = group, workers
+        self.group, self.workers, self._polls = group, workers, polls or Alone()
+        self._alone = len(group.ranks) == group.dp
         self.limits = Limits(
             max_rows=group.max_rows,
             max_batched_tokens=settings.max_batched_tokens,
@@ -258,17 +338,24 @@ class StepLoop:
                 settings.prefix_caching,
                 group.facts.generated_reusable,
             )
-            for i in range(group.dp)
+            for i in range(len(group.ranks))
         ]
-        self.slots = Slots(3 * group.max_rows * group.dp, group.max_model_len)
-        self._seq = self._step = self._point_tokens = 0
-        self._owed = False
+        self.slots = Slots(3 * group.max_rows * len(group.ranks), group.max_model_len)
+        self._position = Position(group.epoch, 1, 0)
+        self._round, self._called, self._asleep, self._cast = 1, 0, True, None
+        self._point_bound = settings.max_prefill_tokens_per_point or settings.max_batched_tokens
         self._inflight.clear()
         self.pace = Pace()
+        self.experts = self._rebalancer(group)
         self._set_rules()
         self._last_booked = self._clock.now()
         self.requests.enter(group, self.limits, self.ranks, self.slots)
         self.advance()
+
+    def _rebalancer(self, group: Group) -> Rebalancer | None:
+        if not group.facts.moe_layers or group.ranks.start:
+            return None
+        return Rebalancer(group.facts, group.dp * group.cp, group.dp, self.settings.eplb)
 
     def stop(self, error: LockstepError) -> None:
         """The group is lost: every request with progress ends with `error`; those that only wait go on waiting."""
@@ -276,8 +363,8 @@ class StepLoop:
             return
         self.requests.leave(error)
         for rank in self.ranks:
-            self._settle(rank, self._seq)
-        self.group = None
+            self._settle(rank, self._position.seq - 1)
+        self.group = self._cast = None
 
     @property
     def ready(self) -> bool:
@@ -325,17 +412,17 @@ class StepLoop:
             return None
         if not self._inflight:
             for rank in self.ranks:
-                self._settle(rank, self._seq)
+                self._settle(rank, self._position.seq - 1)
         self.advance()
         now = self._clock.now()
         if self._inflight and now - max(self._last_booked, self._inflight[0].sent) > self.settings.worker_timeout:
             flight = self._inflight[0]
-            missing = [i for i, done in enumerate(flight.complete) if not done]
+            missing = [rank for rank, done in zip(self.group.ranks, flight.complete, strict=True) if not done]
             return DeadlineExceeded(
                 f"no outcome of plan {flight.header.seq} ({flight.header.kind.name.lower()}, k={flight.header.k}) for "
                 f"{self.settings.worker_timeout:.0f} s; missing: dp rank {', '.join(map(str, missing))}"
             )
-        return None
+        return self._polls.overdue(now)
 
     @property
     def running(self) -> int:
@@ -361,7 +448,7 @@ class StepLoop:
 
     @property
     def step(self) -> int:
-        return self._step if self.group else 0
+        return self._position.step if self.group else 0
 
     @property
     def silence(self) -> float:
@@ -373,8 +460,9 @@ class StepLoop:
         """The plan that an outcome belongs to; None for what another epoch, or a repetition, left behind."""
         if self.group is None or outcome.epoch != self.group.epoch:
             return None
+        rank = outcome.dp_rank - self.group.ranks.start
         for flight in self._inflight:
-            if flight.header.seq == outcome.seq and outcome.first == flight.progress[outcome.dp_rank]:
+            if flight.header.seq == outcome.seq and outcome.first == flight.progress[rank]:
                 return flight
         return None
 
@@ -402,11 +490,14 @@ class StepLoop:
             self.pace.came(outcome.idle_ns * 1e-9)
 
     def _set_rules(self) -> None:
+        """The coordinator's, that is of the shard of DP rank 0; the others vote without knowing whether it is their turn."""
+        assert self.group is not None
         settings = self.settings
-        if settings.a:
+        if self.group.ranks.start > 0:
+            self.rules = None
+        elif settings.a:
             self.rules = Rules(settings.a, settings.b or 4 * settings.a, settings.max_window)
         else:
-            assert self.group is not None
             interval = settings.vote_interval or VOTE_INTERVALS.get(self.group.facts.device, VOTE_INTERVAL)
             self.rules = rules_for(self.pace.step, interval, settings.max_window)
 

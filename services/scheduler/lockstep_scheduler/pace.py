@@ -25,6 +25,7 @@ class Pace:
     step: float = 0.0
     prefill_token: float = 0.0
     turnaround: float = TURNAROUND_GUESS
+    others: float = 0.0  # the longest turnaround of the shards that wait for this one's header
     lead_steps: int = 1
 
     def decoded(self, step: float) -> None:
@@ -58,11 +59,15 @@ class Pace:
         """When the plan behind `header` must be composed, if `remaining` of its steps were left at `reported`."""
         prefill = header.kind is Kind.PREFILL
         left = self.prefill_token * sum(header.micro_chunks) if prefill else self.step * remaining
-        return reported + left - self.turnaround - self._margin
+        return reported + left - self._needed - self._margin
+
+    @property
+    def _needed(self) -> float:
+        return max(self.turnaround, self.others)
 
     @property
     def _margin(self) -> float:
-        return 0.0005 + 0.25 * self.turnaround
+        return 0.0005 + 0.25 * self._needed
 
     def _set_turnaround(self, seconds: float) -> None:
         self.turnaround = min(max(seconds, 0.0), LONGEST_TURNAROUND)
@@ -70,4 +75,4 @@ class Pace:
 
     def _set_lead(self) -> None:
         if self.step > 0:
-            self.lead_steps = max(1, math.ceil((self.turnaround + self._margin) / max(self.step, SHORTEST_STEP)))
+            self.lead_steps = max(1, math.ceil((self._needed + self._margin) / max(self.step, SHORTEST_STEP)))

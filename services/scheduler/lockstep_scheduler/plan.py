@@ -184,16 +184,21 @@ def draft_prefill(ranks: Sequence[RankState], waiting: Waiting, limits: Limits, 
 
 
 def votes(
-    ranks: Sequence[RankState], draft: Draft | None, slots: Slots, want_k: int, draining: bool = False
+    ranks: Sequence[RankState],
+    draft: Draft | None,
+    slots: Slots,
+    want_k: int,
+    draining: bool = False,
+    first_rank: int = 0,
 ) -> list[Vote]:
-    """One vote a rank; without a draft nobody wants to prefill."""
+    """One vote a rank; without a draft nobody wants to prefill. `first_rank`: the DP rank of ranks[0] in the group."""
     result = []
     for position, rank in enumerate(ranks):
         mine = draft.ranks[position] if draft is not None else RankDraft()
         running = len(decodable(rank, slots))
         result.append(
             Vote(
-                rank=rank.index,
+                rank=first_rank + rank.index,
                 want=mine.wanted,
                 running=running,
                 rows_after=running + len(mine.chunks) + len(mine.admits),
@@ -212,22 +217,40 @@ def decodable(rank: RankState, slots: Slots) -> Slot:
     return mine[slots.planned[mine] < slots.limit[mine]] if len(mine) else mine
 
 
+def remainder(draft: RankDraft) -> RankDraft:
+    """What is left of a draft whose vote took time: requests may have ended since. Nothing is added, so that the rank keeps
+    within what it voted for; what came meanwhile is for the next plan."""
+    return RankDraft(
+        chunks=[(choice, count) for choice, count in draft.chunks if choice.phase is Phase.PREFILL],
+        admits=[group for group in draft.admits if group],
+    )
+
+
 def commit_prefill(
-    rank: RankState, draft: RankDraft, slots: Slots, waiting: Waiting, limits: Limits, *, seq: int, term: int, ack: int
+    rank: RankState,
+    draft: RankDraft,
+    slots: Slots,
+    waiting: Waiting,
+    limits: Limits,
+    budget: int,
+    *,
+    seq: int,
+    term: int,
+    ack: int,
 ) -> tuple[Body, Slot]:
-    """The rank's body of a prefill plan, and the slots of the rows it lists."""
+    """The rank's body of a prefill plan of at most `budget` tokens (the header's), and the slots of the rows it lists."""
     adds: list[AddRow] = []
     zeroes: list[int] = []
     copies: list[tuple[int, int]] = []
     chunks = list(draft.chunks)
-    tokens = draft.tokens - sum(_first_chunk(rank, g, limits.max_batched_tokens)[1] for g in draft.admits)
+    tokens = sum(count for _, count in chunks)
     waiting.remove(draft.admits)
     for group in draft.admits:
         if not _fits(rank, group, limits, RankDraft()):
             waiting.push(group)  # an admission before it took what it would have shared
             continue
         zeroes += _admit(rank, group)
-        count = min(len(group[0].tokens) - group[0].computed, limits.max_batched_tokens - tokens)
+        count = min(len(group[0].tokens) - group[0].computed, budget - tokens)
         if count > 0:
             chunks.append((group[0], count))
             tokens += count

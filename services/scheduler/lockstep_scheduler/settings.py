@@ -37,9 +37,8 @@ class Group:
     max_rows: int
     max_model_len: int
     ranks: range = range(0)  # the DP ranks that this shard drives; empty: all
+    cp: int = 1  # workers of a DP rank
 
     def __post_init__(self) -> None:
         if not self.ranks:
             object.__setattr__(self, "ranks", range(self.dp))
-
-    cp: int = 1  # workers of a DP rank

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from lockstep_scheduler.request import End
+
+VOTES_KEPT = 4096  # for quantiles
 
 
 @dataclass(slots=True)
@@ -27,3 +30,12 @@ class Stats:
     idle_seconds: float = 0.0
     queue_seconds: float = 0.0
     admitted: int = 0
+    votes: int = 0  # rounds in which this shard waited for the header
+    vote_seconds: float = 0.0  # from ballot to header, less what the ballots of others kept it back
+    last_votes: deque[float] = field(default_factory=lambda: deque(maxlen=VOTES_KEPT))
+    resyncs: int = 0  # headers whose step was not the one counted here
+
+    def voted(self, seconds: float) -> None:
+        self.votes += 1
+        self.vote_seconds += seconds
+        self.last_votes.append(seconds)

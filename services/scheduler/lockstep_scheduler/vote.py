@@ -62,7 +62,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where the group stands before the vote."""
+    """Where the group stands before the vote on plan `seq`."""
 
     epoch: int
     seq: int
@@ -71,6 +71,7 @@ class Position:
     placement_version: int = 0  # layers of experts that have moved in this epoch
     move: Move | None = None  # for the next plan's prologue
     report_loads: bool = False  # the next plan asks for expert loads
+    point_tokens: int = 0  # that prefill plans have taken at this vote point
 
 
 def point(step: int, rules: Rules) -> Point:
@@ -120,6 +121,26 @@ def agree(position: Position, rules: Rules, votes: Sequence[Vote]) -> Header:
         moved_layer=move.layer if move else -1,
         report_loads=position.report_loads and kind is not Kind.PARK,
         moved_experts=move.experts if move else (),
+    )
+
+
+def after(position: Position, header: Header, point_bound: int) -> Position:
+    """Where the group stands once `header` is agreed. Its own values count, whatever was thought before: who lags catches up.
+
+    A point repeats until its prefill plans have taken `point_bound` tokens; then a decode window is owed. `park` moves nothing.
+    """
+    if header.kind is Kind.PARK:
+        return position
+    step, tokens = header.first_step + header.k, 0
+    if header.kind is Kind.PREFILL:
+        step, tokens = header.first_step, position.point_tokens + max(header.micro_chunks)
+    return Position(
+        epoch=header.epoch,
+        seq=header.seq + 1,
+        step=step,
+        owed=header.kind is Kind.PREFILL and tokens >= point_bound,
+        placement_version=header.placement_version,
+        point_tokens=tokens,
     )
 
 

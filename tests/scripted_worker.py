@@ -237,6 +237,12 @@ class ScriptedEngine:
     def in_flight(self) -> int:
         return 0
 
+    def forward_plan(self, data: bytes) -> None:
+        raise AssertionError("a scripted worker has no followers")
+
+    def next_plan(self) -> bytes:
+        raise AssertionError("a scripted worker follows nobody")
+
     def close(self) -> None:
         self._rows.clear()
 

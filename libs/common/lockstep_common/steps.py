@@ -156,11 +156,13 @@ class Body:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A header and the body of one rank. `header_bytes` is what was (or will be) sent: forwarded and compared as it is."""
+    """A header and the body of one rank. `header_bytes` is what was (or will be) sent: compared as it is. `data`: all of it as
+    bytes, if it must be forwarded."""
 
     header: Header
     body: Body
     header_bytes: bytes = b""
+    data: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +273,9 @@ class WorkerFacts:
     routed_expert_count: int = 0  # logical experts of such a layer
     expert_slots: int = 0  # physical slots for them over the whole group
     expert_groups: int = 1  # groups that the router chooses experts from
+    dp: int = 1  # the place in a group that it was started for
+    cp: int = 1
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ class WorkerClient:
         self._call: Any = None
         self._outgoing: asyncio.Queue[worker_pb2.Plan] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
+        self._watching: asyncio.Task[None] | None = None
 
     async def loaded(self, timeout: float) -> tuple[int, int, WorkerFacts]:
         """Waits until the worker has loaded its model; returns the highest epoch and term that it accepted, and its facts."""
@@ -145,6 +146,32 @@ class WorkerClient:
     def send(self, header: bytes, body: Body) -> None:
         self._outgoing.put_nowait(worker_pb2.Plan(header=header, body=write_body(body)))
 
+    def watch(self, epoch: int, on_lost: Callable[[LockstepError], None]) -> None:
+        """Follows the worker's Status; `on_lost` is called once if it is not ready in this epoch any more, or does not answer."""
+        self._watching = asyncio.create_task(self._watch(epoch, on_lost))
+
+    async def leave(self) -> None:
+        """Ends `open_steps` and `watch`."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+            self._watching = None
+        await self.close_steps()
+
+    async def _watch(self, epoch: int, on_lost: Callable[[LockstepError], None]) -> None:
+        call = self._stub.Status(worker_pb2.StatusRequest(), metadata=self._metadata)
+        why = "closed its status stream"
+        try:
+            while (status := await call.read()) is not grpc.aio.EOF:
+                if status.state != _STATE.READY or status.epoch != epoch:
+                    why = f"left epoch {epoch}: {status.message or 'no reason given'}"
+                    break
+        except grpc.aio.AioRpcError as error:
+            why = f"does not answer: {error.details() or error.code().name}"
+        finally:
+            call.cancel()
+        on_lost(Unavailable(f"worker {self.address} {why}"))
+
     async def close_steps(self) -> None:
         tasks, self._tasks = self._tasks, []
         for task in tasks:
@@ -155,7 +182,7 @@ class WorkerClient:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def close(self) -> None:
-        await self.close_steps()
+        await self.leave()
         await self._channel.close()
 
     async def _write(self, call: Any, outgoing: asyncio.Queue[worker_pb2.Plan]) -> None:
@@ -179,6 +206,8 @@ class WorkerClient:
                 )
         except grpc.aio.AioRpcError as failure:
             error = rpc.from_rpc_error(failure, f"worker {self.address}")
+        except ValueError as failure:
+            error = LockstepError(f"worker {self.address} sent an outcome that cannot be read: {failure}")
         on_lost(error)
 
 
@@ -333,4 +362,7 @@ def read_facts(message: worker_pb2.WorkerFacts) -> WorkerFacts:
         routed_expert_count=message.routed_expert_count,
         expert_slots=message.expert_slots,
         expert_groups=message.expert_groups,
+        dp=message.dp,
+        cp=message.cp,
+        rank=message.rank,
     )

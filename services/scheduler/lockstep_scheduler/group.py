@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from lockstep_common.errors import ConfigError, Conflict, LockstepError
 from lockstep_common.steps import GroupConfig, PlanOutcome, WorkerFacts
@@ -30,7 +30,8 @@ class GroupSupervisor:
         self._config = config
         self._loop = loop
         self._changed = changed
-        self._clients = [WorkerClient(address, config.security) for address in config.workers]
+        self._clients = [WorkerClient(address, config.security) for address in config.workers]  # by rank, once formed
+        self._drivers: list[WorkerClient] = []  # the first worker of each DP rank: it gets the plans
         self._lost: asyncio.Event = asyncio.Event()
         self._why: LockstepError | None = None
         self._epoch = 0
@@ -52,15 +53,17 @@ class GroupSupervisor:
                     await asyncio.sleep(delay)
                     continue
                 attempt = 0
-                self._loop.start(group, WorkerGroup(self._clients))
+                self._loop.start(group, WorkerGroup(self._drivers))
                 self._changed()
-                log.info("group formed: epoch %d, %d rank(s), %s", group.epoch, group.dp, describe(group))
+                log.info(
+                    "group formed: epoch %d, %d x %d worker(s), %s", group.epoch, group.dp, group.cp, describe(group)
+                )
                 await self._lost.wait()
                 assert self._why is not None
                 log.error("group lost: %s", self._why.message)
                 self._loop.stop(self._why)
                 self._changed()
-                await asyncio.gather(*(client.close_steps() for client in self._clients))
+                await asyncio.gather(*(client.leave() for client in self._clients))
         finally:
             await asyncio.gather(*(client.close() for client in self._clients))
 
@@ -73,12 +76,16 @@ class GroupSupervisor:
     async def _form(self) -> Group:
         config = self._config
         seen = await asyncio.gather(*(client.loaded(config.load_timeout) for client in self._clients))
+        order = seats([client.address for client in self._clients], [facts for _, _, facts in seen])
+        self._clients, seen = [self._clients[i] for i in order], [seen[i] for i in order]
+        models = [facts for _, _, facts in seen]
+        cp = models[0].cp
+        dp = len(models) // cp
+        self._drivers = self._clients[::cp]
         self._epoch = max(self._epoch, *(epoch for epoch, _, _ in seen)) + 1
         self._term = max(self._term, *(term for _, term, _ in seen), 1)
         self._lost, self._why = asyncio.Event(), None
-        await self._close_open_plans([epoch for epoch, _, _ in seen])
-        dp = len(self._clients)
-        models = [facts for _, _, facts in seen]
+        await self._close_open_plans([epoch for epoch, _, _ in seen[::cp]])
         if dp > 1 and config.lockstep == "auto" and not models[0].routed_experts:
             raise ConfigError(
                 f"{models[0].model} has no routed experts, so workers gain nothing from stepping together: run one scheduler "
@@ -88,7 +95,8 @@ class GroupSupervisor:
         max_model_len = min(facts.max_model_len for facts in models)
         if config.max_model_len > max_model_len:
             raise ConfigError(f"max_model_len {config.max_model_len} is more than the model's {max_model_len}")
-        store_host, store_port = config.workers[0].rsplit(":", 1)[0], random.randint(20000, 59999)
+        peers = tuple(client.address for client in self._clients)
+        store_host, store_port = peers[0].rsplit(":", 1)[0], random.randint(20000, 59999)
         facts = await asyncio.gather(
             *(
                 client.configure(
@@ -96,10 +104,10 @@ class GroupSupervisor:
                         epoch=self._epoch,
                         term=self._term,
                         rank=rank,
-                        dp_rank=rank,
-                        cp_rank=0,
+                        dp_rank=rank // cp,
+                        cp_rank=rank % cp,
                         dp=dp,
-                        cp=1,
+                        cp=cp,
                         store_host=store_host,
                         store_port=store_port,
                         max_rows=max_rows,
@@ -107,16 +115,18 @@ class GroupSupervisor:
                         max_batched_tokens=config.max_num_batched_tokens,
                         max_window=config.max_window,
                         num_blocks=0,
-                        peers=config.workers,
+                        peers=peers,
                     ),
                     CONFIGURE_TIMEOUT,
                 )
                 for rank, client in enumerate(self._clients)
             )
         )
-        group = self._agree(facts)
-        for client in self._clients:
+        group = self._agree(facts, dp, cp)
+        for client in self._drivers:
             client.open_steps(self._on_outcome, self.lose)
+        for client in self._clients:
+            client.watch(self._epoch, self.lose)
         return group
 
     async def _close_open_plans(self, epochs: list[int]) -> None:
@@ -124,21 +134,23 @@ class GroupSupervisor:
         if len(set(epochs)) > 1 or epochs[0] == 0:
             return  # a worker is new: the old group is broken, and its collectives fail by themselves
         attached = await asyncio.gather(
-            *(client.attach(epochs[0], self._term, ATTACH_TIMEOUT) for client in self._clients)
+            *(client.attach(epochs[0], self._term, ATTACH_TIMEOUT) for client in self._drivers)
         )
         highest = max(a.accepted for a in attached)
         await asyncio.gather(
             *(
                 client.close_plans(self._term, headers, highest, CLOSE_TIMEOUT)
-                for client, headers in zip(self._clients, open_headers(attached), strict=True)
+                for client, headers in zip(self._drivers, open_headers(attached), strict=True)
                 if headers
             )
         )
 
-    def _agree(self, facts: list[WorkerFacts]) -> Group:
+    def _agree(self, facts: list[WorkerFacts], dp: int, cp: int) -> Group:
         hashes = {f.config_hash for f in facts}
         if len(hashes) > 1:
-            pairs = ", ".join(f"{a} has {f.config_hash}" for a, f in zip(self._config.workers, facts, strict=True))
+            pairs = ", ".join(
+                f"{a} has {f.config_hash}" for a, f in zip((c.address for c in self._clients), facts, strict=True)
+            )
             raise Conflict(f"the workers of a group must have one configuration, but {pairs}")
         blocks = {f.groups for f in facts}
         if len(blocks) > 1:
@@ -150,7 +162,8 @@ class GroupSupervisor:
         return Group(
             epoch=self._epoch,
             term=self._term,
-            dp=len(facts),
+            dp=dp,
+            cp=cp,
             facts=first,
             max_rows=min(self._config.max_num_seqs, first.max_rows),
             max_model_len=min(wanted, first.max_model_len, fits),
@@ -162,6 +175,25 @@ class GroupSupervisor:
         except Exception as error:
             log.exception("booking plan %d failed", outcome.seq)
             self.lose(LockstepError(f"internal error while booking plan {outcome.seq}: {error!r}"))
+
+
+def seats(addresses: Sequence[str], facts: Sequence[WorkerFacts]) -> list[int]:
+    """Which worker takes each rank of the group: the one that was started for it.
+
+    Workers that were started for no place in particular (a group of one) take the ranks in their order. ConfigError names the
+    workers whose places do not make up one group.
+    """
+    if all(f.dp * f.cp == 1 for f in facts):
+        return list(range(len(facts)))
+    shapes = {(f.dp, f.cp) for f in facts}
+    places = [f"{address} is rank {f.rank} of {f.dp} x {f.cp}" for address, f in zip(addresses, facts, strict=True)]
+    size = facts[0].dp * facts[0].cp
+    if len(shapes) > 1 or size != len(facts) or {f.rank for f in facts} != set(range(size)):
+        raise ConfigError(
+            f"{len(facts)} workers that make up no group: {'; '.join(places)}. Start each with the same --dp and --cp and a "
+            "--rank of its own, and give all dp * cp addresses to the scheduler"
+        )
+    return sorted(range(size), key=lambda i: facts[i].rank)
 
 
 def describe(group: Group) -> str:

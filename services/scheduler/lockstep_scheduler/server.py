@@ -326,7 +326,7 @@ def write_facts(group: Group) -> scheduler_pb2.GroupFacts:
         block_size=group.facts.groups[0].block_size,
         max_choices=group.max_rows,
         dp=group.dp,
-        cp=1,
+        cp=group.cp,
         device=group.facts.device,
         dtype=group.facts.dtype,
     )

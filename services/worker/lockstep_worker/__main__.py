@@ -16,6 +16,7 @@ from lockstep_common import config, logs, rpc
 from lockstep_common.errors import ConfigError
 from lockstep_kernels.bits import differing_ops
 from lockstep_worker import memory
+from lockstep_worker.collectives import Place
 from lockstep_worker.config import WorkerConfig
 from lockstep_worker.driver import Driver
 from lockstep_worker.graphs import captures
@@ -116,6 +117,8 @@ def load(settings: WorkerConfig, progress: Callable[[float, str], None]) -> Load
         num_blocks=_kv_blocks(settings, model, sizes, device, graphs),
         mark=mark,
         graphs=graphs,
+        place=Place(settings.dp, settings.cp, settings.rank),
+        nccl=settings.collectives == "auto",
     )
 
 

@@ -56,6 +56,14 @@ class WorkerConfig:
         choices=("raw_logprobs", "processed_logprobs"),
     )
 
+    dp: int = setting(1, "data-parallel ranks of the group that this worker is for", metavar="N")
+    cp: int = setting(1, "workers of a data-parallel rank: they share its requests and its KV cache", metavar="N")
+    rank: int = setting(0, "this worker's place in the group: dp rank * cp + cp rank", metavar="R")
+    collectives: str = setting(
+        "auto",
+        "auto: NCCL between GPUs, gloo on the CPU; gloo: through the hosts, as workers need that share a GPU",
+        choices=("auto", "gloo"),
+    )
     collective_deadline_s: float = setting(10.0, "after so long a collective is reported with the ranks it misses")
     reform_timeout_s: float = setting(60.0, "after so long a collective, or forming a group, is given up")
 
@@ -76,7 +84,7 @@ class WorkerConfig:
                 raise ConfigError(f"--model {self.model}: no such directory")
         elif self.kv_cache_dtype != "auto":
             raise ConfigError("a worker without a model has no KV cache to keep in 8 bits: give --kv-cache-dtype auto")
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "dp", "cp"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1")
         if not 0 < self.gpu_memory_utilization <= 1:
@@ -84,6 +92,8 @@ class WorkerConfig:
         for name in ("max_model_len", "kv_cache_memory_gb", "threads", "block_size"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative")
+        if not 0 <= self.rank < self.dp * self.cp:
+            raise ConfigError(f"rank {self.rank} is no place in a group of {self.dp} x {self.cp} workers (dp x cp)")
         if not 0 < self.collective_deadline_s < self.reform_timeout_s:
             raise ConfigError("collective_deadline_s must be positive and below reform_timeout_s")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
 import queue
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import TypeVar
 
-from lockstep_common.errors import LockstepError, Unavailable
+from lockstep_common.errors import Conflict, LockstepError, Unavailable
 from lockstep_common.steps import GroupConfig, Plan, WorkerFacts
 from lockstep_worker.profile import DONE, STARTED, Timeline
 from lockstep_worker.protocol import Coalescer, Engine, GroupLost, PlanLog, StepResult
@@ -22,6 +23,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.00025  # how often results are looked for while the next plan may come
+_SIGN_OF_LIFE_S = 0.5  # how often followers hear from an idle worker, and look after their own jobs
 
 
 class State(enum.IntEnum):
@@ -36,6 +38,8 @@ class State(enum.IntEnum):
 class Driver:
     """Runs an engine on a thread of its own and records in `plans` what came of it.
 
+    Of the workers of a DP rank the first gets the plans and forwards their bytes before it runs them; the others follow: they run
+    what comes, and nobody asks for their outcomes. `read_plan` makes a plan of its bytes.
     `changed` is called on the step thread whenever an outcome was recorded or the state changed; it must not block.
     `timeline` takes the moments of plans; the engine may mark its own there.
     """
@@ -46,8 +50,10 @@ class Driver:
         plans: PlanLog,
         changed: Callable[[], None] = lambda: None,
         timeline: Timeline | None = None,
+        read_plan: Callable[[bytes], Plan] | None = None,
     ) -> None:
         self.plans = plans
+        self.read_plan = read_plan
         self.changed = changed
         self.timeline = timeline or Timeline()
         self.state = State.LOADING
@@ -116,8 +122,10 @@ class Driver:
             self.facts = self._engine.load(self._progress)
             self.loaded = 1.0
             self._enter(State.WAITING, "loaded, waiting for a scheduler")
-            while (job := self._next_job()) is not None:
+            while True:
                 try:
+                    if (job := self._next_job()) is None:
+                        break
                     if isinstance(job, Plan):
                         self._run(job)
                     else:
@@ -139,7 +147,37 @@ class Driver:
                 return self._jobs.get(timeout=_POLL_S)
             except queue.Empty:
                 self._book(self._engine.poll(wait=False))
+        while self.followed:
+            try:
+                return self._jobs.get(timeout=_SIGN_OF_LIFE_S)
+            except queue.Empty:
+                self._engine.forward_plan(b"")
+        while self.follows:
+            with contextlib.suppress(queue.Empty):
+                return self._jobs.get_nowait()
+            if data := self._engine.next_plan():
+                return self._forwarded(data)
         return self._jobs.get()
+
+    def _forwarded(self, data: bytes) -> Plan:
+        assert self.read_plan is not None, "a worker that follows must know how plans are written"
+        try:
+            plan = self.read_plan(data)
+            if not self.plans.accept(plan, time.perf_counter_ns()):
+                raise Conflict(f"plan {plan.header.seq} was forwarded twice")
+        except LockstepError as error:
+            raise GroupLost(f"the plan that was forwarded cannot run here: {error.message}") from error
+        return plan
+
+    @property
+    def follows(self) -> bool:
+        """Whether plans come from another worker."""
+        return self.group is not None and self.group.cp_rank > 0
+
+    @property
+    def followed(self) -> bool:
+        """Whether other workers wait for this one's plans."""
+        return self.group is not None and self.group.cp > 1 and self.group.cp_rank == 0
 
     def _leave(self, message: str) -> None:
         """Gives up the group; its plans in flight are cut."""
@@ -167,6 +205,8 @@ class Driver:
     def _run(self, plan: Plan) -> None:
         if self.group is None or not self.plans.start(plan):
             return
+        if self.followed:
+            self._engine.forward_plan(plan.data)
         start_ns = time.perf_counter_ns()
         self.timeline.mark(STARTED, plan.header.seq)
         self._open.append(
@@ -193,6 +233,8 @@ class Driver:
             self.timeline.mark(DONE, oldest.seq, oldest.done)
             if oldest.add(result, now_ns):
                 self.plans.record(oldest.flush(self.plans.turnaround(oldest.seq, oldest.notice_ns)))
+                if self.follows:
+                    self.plans.take()  # nobody asks for them
                 self.changed()
             if oldest.complete:
                 self._open.popleft()

@@ -93,6 +93,14 @@ class Engine(Protocol):
         """Steps whose results have not been yielded."""
         ...
 
+    def forward_plan(self, data: bytes) -> None:
+        """Gives the bytes of a plan to the workers that follow this one, before it runs here; none: a sign of life."""
+        ...
+
+    def next_plan(self) -> bytes:
+        """What the worker that this one follows forwarded; waits for it. GroupLost if nothing comes."""
+        ...
+
     def close(self) -> None: ...
 
 

@@ -194,6 +194,12 @@ class Runner:
     def in_flight(self) -> int:
         return len(self._in_flight)
 
+    def forward_plan(self, data: bytes) -> None:
+        self._group.forward_plan(data)
+
+    def next_plan(self) -> bytes:
+        return self._group.next_plan()
+
     def leave(self) -> None:
         """Leaves the group, if there is one."""
         group, self._group = self._group, Group()
@@ -441,6 +447,9 @@ class Runner:
             deterministic=loaded.deterministic,
             routed_experts=loaded.model.routed_experts,
             generated_reusable=loaded.model.generated_reusable,
+            dp=loaded.place.dp,
+            cp=loaded.place.cp,
+            rank=loaded.place.rank,
         )
 
 

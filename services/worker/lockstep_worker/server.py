@@ -79,6 +79,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
         self.on_state: Callable[[State], None] = lambda state: None
         loop = asyncio.get_running_loop()
         driver.changed = lambda: _call_soon(loop, self._changed)
+        driver.read_plan = read_plan
 
     def _changed(self) -> None:
         if self._owner is not None:
@@ -203,7 +204,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
             now_ns = time.perf_counter_ns()
             if self._driver.state == State.FAILED:
                 raise self._failure()
-            plan = plan_from(message)
+            plan = plan_from(message, whole=self._driver.followed)
             self._driver.timeline.mark(RECEIVED, plan.header.seq)
             fresh = self._plans.accept(plan, now_ns)
             if self._owner is not stream:
@@ -291,11 +292,20 @@ async def serve(driver: Driver, address: str, security: rpc.Security = rpc.PLAIN
     return code
 
 
-def plan_from(message: worker_pb2.Plan) -> Plan:
-    """InvalidRequest if an array is not whole."""
+def plan_from(message: worker_pb2.Plan, *, whole: bool = False) -> Plan:
+    """`whole`: with its bytes. InvalidRequest if an array is not whole."""
     try:
-        return Plan(_header(message.header), _body(message.body), message.header)
+        data = message.SerializeToString() if whole else b""
+        return Plan(_header(message.header), _body(message.body), message.header, data)
     except (DecodeError, ValueError) as error:
+        raise InvalidRequest(f"a plan cannot be read: {error}") from error
+
+
+def read_plan(data: bytes) -> Plan:
+    """A plan of its bytes. InvalidRequest if they are none."""
+    try:
+        return plan_from(worker_pb2.Plan.FromString(data))
+    except DecodeError as error:
         raise InvalidRequest(f"a plan cannot be read: {error}") from error
 
 
@@ -446,4 +456,7 @@ def _facts(facts: WorkerFacts) -> worker_pb2.WorkerFacts:
         routed_expert_count=facts.routed_expert_count,
         expert_slots=facts.expert_slots,
         expert_groups=facts.expert_groups,
+        dp=facts.dp,
+        cp=facts.cp,
+        rank=facts.rank,
     )

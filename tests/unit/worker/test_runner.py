@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep_common.errors import Conflict, LockstepError, Unsupported
+from lockstep_common.errors import Conflict, LockstepError
 from lockstep_common.steps import Body, Flag, GroupConfig, Header, Kind, Plan, Sampling, TopLogprobs
 from lockstep_worker.collectives import CollectiveId, Group, Place
 from lockstep_worker.protocol import StepResult

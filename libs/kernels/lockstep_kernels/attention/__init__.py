@@ -66,6 +66,7 @@ def attention(
     out: torch.Tensor | None = None,
     new_kv: tuple[torch.Tensor, torch.Tensor] | None = None,
     kv_scale: tuple[torch.Tensor, torch.Tensor] | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """out[t] = concat over heads of softmax(scale * q[t] . K) V, over the keys of t's sequence up to t itself. Returns out.
 
@@ -74,6 +75,9 @@ def attention(
     are written, or None: a new tensor [T, H * d], which can save a copy. new_kv: the new tokens' keys and values, each
     [T, h, d] (tokens may be strided), exactly if `prepare` was told so. kv_scale: float32 [h] for keys and for values: what
     the cache holds is multiplied by, if that is float8_e4m3fn; on CUDA only.
+    lse: float32 [T, H] contiguous, or None; gets the log-sum-exp (natural) of each query's scaled scores. With it, out may be
+    float32 whatever q is, and is if it is not given: parts of a sequence's keys are not rounded before `merge` adds them.
+    A query without any key has the result 0, and the lse -inf.
     Products, softmax and sums are float32; weights are rounded to q's dtype on CUDA. Slots beyond a sequence's length
     and the null block may hold anything, NaN too. On CPU a token's bits depend neither on the other sequences, nor on how its
     prompt was cut, nor on prefill against decode; on CUDA see `prepare`.
@@ -86,18 +90,23 @@ def attention(
         check_shape("new_kv", x, (tokens, cache.shape[2], width))
     for x in kv_scale or ():
         check_shape("kv_scale", x, (cache.shape[2],))
+    if lse is not None:
+        check_shape("lse", lse, (tokens, heads))
+        if lse.dtype != torch.float32 or not lse.is_contiguous():
+            raise ValueError(f"lse must be contiguous float32, it is {lse.dtype}")
+        out = q.new_empty(tokens, heads * width, dtype=torch.float32) if out is None else out
     if q.is_cuda:
         from lockstep_kernels.attention import cuda
 
         assert isinstance(prepared, cuda.DecodePlan | cuda.PrefillPlan)
-        return cuda.attention(q, cache, prepared, scale, out, new_kv, kv_scale)
+        return cuda.attention(q, cache, prepared, scale, out, new_kv, kv_scale, lse)
     if kv_scale is not None:
         raise ValueError(f"a cache with scales is not supported on {q.device.type}")
     if out is None:
         out = q.new_empty(tokens, heads * width)
     if isinstance(prepared, PagedBatch):
-        reference.attention(q, cache, prepared, scale, out)
+        reference.attention(q, cache, prepared, scale, out, lse=lse)
     else:
         assert isinstance(prepared, tuple)
-        cpu.attention(q, cache, prepared, scale, out)
+        cpu.attention(q, cache, prepared, scale, out, lse)
     return out

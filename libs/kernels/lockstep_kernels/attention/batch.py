@@ -19,6 +19,10 @@ class PagedBatch:
     A captured prefill pass has `lens`, `query_starts` and `tokens`, and nothing on the host: sequence i has the new tokens
     query_starts[i] .. query_starts[i + 1], which may be none; rows from query_starts[B] up to `tokens` belong to no sequence
     and become zeros.
+
+    Not `causal`: all seq_lens[i] positions are earlier than the new tokens, whose own are elsewhere, and each new token sees all
+    of them. So a sequence's keys may lie in several caches, each of which is attended to on its own: `lockstep_kernels.merge` puts
+    the results together. Such a part may hold no key at all (length 0), which holds for a single new token as well if `causal`.
     """
 
     query_lens: tuple[int, ...]
@@ -29,6 +33,7 @@ class PagedBatch:
     max_seq_len: int = 0  # of a decode step the host's bound on `lens`: longer ones are cut
     query_starts: torch.Tensor | None = None  # [B + 1] int64
     tokens: int = 0
+    causal: bool = True
 
     def __post_init__(self) -> None:
         sequences, width = self.block_table.shape
@@ -40,6 +45,8 @@ class PagedBatch:
                 raise ValueError(
                     "a captured prefill pass has lens, query_starts and tokens, and no lengths on the host"
                 )
+            if not self.causal:
+                raise ValueError("a captured prefill pass is causal")
             return
         if self.lens is not None:
             if not 0 < self.max_seq_len <= width * self.block_size:
@@ -53,5 +60,6 @@ class PagedBatch:
         if not len(self.query_lens) == len(self.seq_lens) == sequences:
             raise ValueError("query_lens, seq_lens and block_table disagree about the number of sequences")
         for new, total in zip(self.query_lens, self.seq_lens, strict=True):
-            if not 0 < new <= total <= room:
+            fits = new <= total or (new == 1 and total == 0) if self.causal else total >= 0
+            if not (new > 0 and fits and total <= room):
                 raise ValueError(f"a sequence of {total} positions with {new} new ones does not fit its block table")

@@ -11,6 +11,7 @@ What makes it so:
 - Each product has a multiple of ROWS query rows. MKL's float32 kernels give a row the same bits for any such number and
   any number of threads; with fewer rows they do not.
 - Decode and prefill differ only in how many query rows meet how many tiles.
+- Of the log-sum-exp, the sum is 1 / the weight of the highest score.
 
 What makes it fast beside few calls: each thread goes on with what it has in its cache. All workspaces have the parts (sequences,
 or shares of one sequence's queries) as their first dimension, and every operation gives each thread one run of it. Two cores
@@ -51,6 +52,7 @@ class Tile(NamedTuple):
     products: list[tuple[torch.Tensor, torch.Tensor]]  # weights and values of INNER positions each
     mixed: torch.Tensor  # [N, rows, d]
     mixed_out: torch.Tensor  # of `mixed` what `queries_in` is of `queries`
+    row_shape: list[int]  # [parts, kv_heads, tokens of a part, group], as the rows that are not padding are [N, rows]
 
 
 class Segment(NamedTuple):
@@ -64,6 +66,7 @@ class Segment(NamedTuple):
     # [parts, kv_heads, blocks of each, block_size * d]
     vectors: torch.Tensor  # both workspaces, one row a key or value
     unused: torch.Tensor  # which of `vectors` lie beyond the end of their sequence
+    keyless: torch.Tensor  # which of the pass's tokens have no key: they meet zeros
     tiles: list[Tile]
 
 
@@ -77,7 +80,8 @@ def prepare(batch: PagedBatch, group: int, kv_heads: int, head_dim: int, dtype: 
     for start, end in _runs(batch.query_lens):
         new, lens, table = batch.query_lens[start], batch.seq_lens[start:end], batch.block_table[start:end]
         parts = len(lens) if new == 1 else _parts(kv_heads)
-        segments.append(_segment(first, new, lens, table, batch.block_size, (kv_heads, parts, group, head_dim), dtype))
+        heads = (kv_heads, parts, group, head_dim)
+        segments.append(_segment(first, new, lens, table, batch.block_size, heads, dtype, batch.causal))
         first += new * len(lens)
     return tuple(segments)
 
@@ -91,9 +95,31 @@ def _of_tile(x: torch.Tensor, tile: Tile) -> torch.Tensor:
     return x.as_strided(shape, strides, x.storage_offset() + tile.first * token)
 
 
+def _rows_of_tile(x: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """The tokens of a tile in x [T, H] contiguous, as `Tile.row_shape`; a view."""
+    count, group, heads = tile.row_shape[2], tile.row_shape[3], x.shape[1]
+    return x.as_strided(tile.row_shape, [count * heads, group, heads, 1], x.storage_offset() + tile.first * heads)
+
+
+def _note(tile: Tile, highest: torch.Tensor, most: torch.Tensor) -> None:
+    """Of each query of a tile the highest score and the highest weight, to [T, H] each."""
+    size = tile.row_shape
+    for to, of in ((highest, tile.scores), (most, tile.weights)):
+        rows = of.amax(-1)[:, : size[2] * size[3]]
+        _rows_of_tile(to, tile).copy_(rows.view(size))
+
+
 @scripted
-def _attend(q: torch.Tensor, cache: torch.Tensor, segment: Segment, scale: float, out: torch.Tensor) -> None:
-    """cache [blocks, what a block holds]."""
+def _attend(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    segment: Segment,
+    scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    most: torch.Tensor | None,
+) -> None:
+    """cache [blocks, what a block holds]; with `lse`, that gets the highest scores, and `most` the highest weights."""
     torch.index_select(cache, 0, segment.blocks, out=segment.gathered)
     for wide, part in segment.widened:
         wide.copy_(part)
@@ -108,13 +134,27 @@ def _attend(q: torch.Tensor, cache: torch.Tensor, segment: Segment, scale: float
         for weights, values in tile.products[1:]:
             tile.mixed.baddbmm_(weights, values)
         _of_tile(out, tile).copy_(tile.mixed_out)
+        if lse is not None and most is not None:
+            _note(tile, lse, most)
 
 
-def attention(q: torch.Tensor, cache: torch.Tensor, prepared: Prepared, scale: float, out: torch.Tensor) -> None:
+def attention(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    prepared: Prepared,
+    scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor | None = None,
+) -> None:
     """See the public function."""
     blocks = cache.flatten(1)
+    most = None if lse is None else torch.empty_like(lse)
     for segment in prepared:
-        _attend(q, blocks, segment, scale, out)
+        _attend(q, blocks, segment, scale, out, lse, most)
+    if lse is not None and most is not None:
+        lse.sub_(most.log_())
+        for segment in prepared:
+            lse.index_fill_(0, segment.keyless, -torch.inf)
 
 
 def _runs(query_lens: tuple[int, ...]) -> Iterator[tuple[int, int]]:
@@ -141,10 +181,11 @@ def _segment(
     block_size: int,
     heads: tuple[int, int, int, int],  # kv_heads, parts, group, d
     dtype: torch.dtype,
+    causal: bool,
 ) -> Segment:
     kv_heads, parts, _, head_dim = heads
     sequences, ends = len(lens), torch.tensor(lens).unsqueeze(1)
-    keys = _whole(max(lens), max(TILE, block_size))
+    keys = _whole(max(*lens, 1), max(TILE, block_size))
     columns = torch.arange(0, keys, block_size)
     columns = columns.where(columns < ends, 0)  # beyond its end a sequence reads its first block again
     blocks = table.gather(1, columns // block_size).flatten()
@@ -152,17 +193,15 @@ def _segment(
     arranged = gathered.view(sequences, -1, 2, kv_heads, block_size * head_dim).permute(2, 0, 3, 1, 4)
     wide = torch.empty(2, parts, kv_heads, keys // block_size, block_size * head_dim)
     beyond = (columns.unsqueeze(-1) + torch.arange(block_size)).flatten(1) >= ends
+    spans = _decode_spans(lens, keys, first) if new == 1 else _prefill_spans(lens[0], new, first, heads, causal)
     return Segment(
         blocks,
         gathered,
         list(zip(wide, arranged.expand(wide.shape), strict=True)),
         wide.view(-1, head_dim),
         beyond.unsqueeze(1).expand(2, parts, kv_heads, keys).flatten().nonzero().squeeze(1),
-        _tiles(
-            _decode_spans(lens, keys, first) if new == 1 else _prefill_spans(lens[0] - new, new, first, heads),
-            heads,
-            *wide.view(2, parts, kv_heads, keys, head_dim),
-        ),
+        first + (ends == 0).expand(sequences, new).flatten().nonzero().squeeze(1),
+        _tiles(spans, heads, *wide.view(2, parts, kv_heads, keys, head_dim)),
     )
 
 
@@ -170,16 +209,17 @@ _Span = tuple[int, int, int, int, torch.Tensor]  # first token, parts, tokens of
 
 
 def _decode_spans(lens: tuple[int, ...], keys: int, first: int) -> list[_Span]:
-    mask = torch.zeros(len(lens), 1, keys)
-    mask.masked_fill_(torch.arange(keys) >= torch.tensor(lens).view(-1, 1, 1), -torch.inf)
+    mask = torch.stack([_beyond(n, keys, keys) for n in lens]).unsqueeze(1)
     return [(first, len(lens), 1, keys, mask)]
 
 
-def _prefill_spans(start: int, new: int, first: int, heads: tuple[int, int, int, int]) -> list[_Span]:
-    """Queries [start, start + new) cut at multiples of TILE, so that only a tile's last keys can lie in its future."""
+def _prefill_spans(total: int, new: int, first: int, heads: tuple[int, int, int, int], causal: bool) -> list[_Span]:
+    """The queries of a sequence of `total` positions, cut where their own are multiples of TILE, so that only a tile's last
+    keys can lie in its future."""
     _, most_parts, group, _ = heads
     triangle = torch.full((TILE, TILE), -torch.inf).triu_(1).repeat_interleave(group, 0)
     spans = []
+    start = total - new if causal else 0
     position, end = start, start + new
     while position < end:
         base = position // TILE * TILE
@@ -187,10 +227,23 @@ def _prefill_spans(start: int, new: int, first: int, heads: tuple[int, int, int,
         parts = most_parts if (until - position) % most_parts == 0 else 1
         count = (until - position) // parts
         mask = torch.zeros(parts, _whole(count * group, ROWS), TILE)
-        mask[:, : count * group] = triangle[(position - base) * group : (until - base) * group].view(parts, -1, TILE)
-        spans.append((first + position - start, parts, count, base + TILE, mask))
+        if causal:
+            seen = base + TILE
+            future = triangle[(position - base) * group : (until - base) * group]
+            mask[:, : count * group] = future.view(parts, -1, TILE)
+        else:
+            seen = _whole(max(total, 1), TILE)
+            mask[:] = _beyond(total, seen, TILE)
+        spans.append((first + position - start, parts, count, seen, mask))
         position = until
     return spans
+
+
+def _beyond(total: int, keys: int, last: int) -> torch.Tensor:
+    """The mask of the last so many of `keys` positions, of which `total` are there. Without any there is nothing to hide: all
+    of them are zeros."""
+    positions = torch.arange(keys - last, keys)
+    return torch.zeros(last).masked_fill_(positions >= (total or keys), -torch.inf)
 
 
 def _tiles(
@@ -221,6 +274,7 @@ def _tiles(
                 products=[(weights[..., i : i + INNER], own_values[:, i : i + INNER]) for i in range(0, seen, INNER)],
                 mixed=mixed,
                 mixed_out=mixed[:, : count * group].view(shape),
+                row_shape=list(shape[:-1]),
             )
         )
     return tiles

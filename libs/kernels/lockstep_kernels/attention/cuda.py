@@ -136,9 +136,12 @@ def attention(
     out: torch.Tensor | None,
     new_kv: tuple[torch.Tensor, torch.Tensor] | None,
     kv_scale: Scales = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See the public function."""
     tokens, heads, width = q.shape
+    if lse is not None:
+        raise ValueError("attention on CUDA does not give the log-sum-exp yet")
     if q.stride()[1:] != (width, 1) or (out is not None and out.stride(1) != 1) or not cache.is_contiguous():
         raise ValueError("heads of q and rows of out must be contiguous, and the whole cache")
     if isinstance(plan, PrefillPlan) and plan.dense:

@@ -14,6 +14,7 @@ def attention(
     scale: float,
     out: torch.Tensor,
     kv_scale: tuple[torch.Tensor, torch.Tensor] | None = None,
+    lse: torch.Tensor | None = None,
 ) -> None:
     """See the public function."""
     _, heads, width = q.shape
@@ -27,8 +28,11 @@ def attention(
             keys, values = keys * kv_scale[0][:, None], values * kv_scale[1][:, None]
         queries = q[first : first + new].float().view(new, kv_heads, heads // kv_heads, width)
         scores = torch.einsum("tkgd,skd->kgts", queries, keys) * scale
-        future = positions > positions[total - new :, None]
-        weights = torch.softmax(scores.masked_fill(future, -torch.inf), -1)
+        if batch.causal and total:
+            scores = scores.masked_fill(positions > positions[total - new :, None], -torch.inf)
+        weights = torch.softmax(scores, -1)
         mixed = torch.einsum("kgts,skd->tkgd", weights, values)
         out[first : first + new] = mixed.reshape(new, heads * width).to(out.dtype)
+        if lse is not None:
+            lse[first : first + new] = torch.logsumexp(scores, -1).flatten(0, 1).t()
         first += new

@@ -18,6 +18,9 @@ class LatentBatch:
     A captured prefill pass has `query_starts`, `tokens` and `cached`, and nothing on the host: sequence i has the new tokens
     query_starts[i] .. query_starts[i + 1], which may be none; rows from query_starts[B] up to `tokens` belong to no sequence
     and become zeros. All its sequences together have at most `cached` positions before their new tokens.
+
+    Not `causal`, for `attend` only: all positions are earlier than the new tokens, whose own latents are elsewhere, and each new
+    token sees all of them. A sequence may then have no position, and so may one of a decode step.
     """
 
     decode: bool
@@ -29,6 +32,7 @@ class LatentBatch:
     query_starts: torch.Tensor | None = None  # [B + 1] int64
     tokens: int = 0
     cached: int = 0
+    causal: bool = True
 
     def __post_init__(self) -> None:
         if not self.seq_lens.shape[0] == self.block_table.shape[0]:
@@ -37,14 +41,17 @@ class LatentBatch:
             raise ValueError("query_lens and host_seq_lens disagree about the number of sequences")
         if self.query_starts is not None:
             check_shape("query_starts", self.query_starts, (self.seq_lens.shape[0] + 1,))
-            if self.decode or self.tokens <= 0 or self.query_lens:
-                raise ValueError("a captured prefill pass has query_starts and tokens, and no lengths on the host")
+            if self.decode or self.tokens <= 0 or self.query_lens or not self.causal:
+                raise ValueError(
+                    "a captured prefill pass is causal, has query_starts and tokens, and no lengths on the host"
+                )
         elif not self.decode and len(self.query_lens) != self.seq_lens.shape[0]:
             raise ValueError("a prefill pass needs the lengths of all its sequences on the host")
         if self.decode and any(new != 1 for new in self.query_lens):
             raise ValueError(f"a decode step has one new token a sequence, not {self.query_lens}")
         for new, total in zip(self.query_lens, self.host_seq_lens, strict=True):
-            if not 0 < new <= total <= self.block_table.shape[1] * self.block_size:
+            fits = total >= 0 if self.decode or not self.causal else new <= total
+            if not (new > 0 and fits and total <= self.block_table.shape[1] * self.block_size):
                 raise ValueError(f"a sequence of {total} positions with {new} new ones does not fit its block table")
 
 

@@ -31,7 +31,7 @@ MANY: Final = 16  # sequences from which on merging and expanding values are two
 PARTS: Final = 16  # that a program merges at a time
 PIECE_BYTES: Final = 1 << 27  # of a piece's keys and values
 
-_Span = tuple[int, int, int, int, int]  # first query, queries, first key, keys, keys that the first query sees
+Span = tuple[int, int, int, int, int]  # first query, queries, first key, keys, keys that the first query sees
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Cached:
 
 @dataclass(frozen=True, slots=True)
 class PromptPlan:
-    """The work of a pass. `spans` int32 [N, 5]: tiles of queries against keys, see `_Span`; the longest come first.
+    """The work of a pass. `spans` int32 [N, 5]: tiles of queries against keys, see `Span`; the longest come first.
 
     Of a captured pass they are [N, 7], see `attend_kernel`, and there are no pieces."""
 
@@ -136,17 +136,18 @@ def attention(
     expansion: Expansion,
     scale: float,
     out: torch.Tensor,
+    lse: torch.Tensor | None = None,
 ) -> None:
     """See the public function."""
     plan = prepared.plan
     if isinstance(plan, DecodePlan):
         absorbed = finish(q, latents, norm, cache, prepared, expansion)
         assert absorbed is not None
-        decode(q, absorbed, cache, plan, expansion, scale, out)
+        decode(q, absorbed, cache, plan, expansion, scale, out, lse=lse)
         return
     assert isinstance(plan, PromptPlan)
     finish(q, latents, norm, cache, prepared)
-    attend(q, latents, cache, plan, expansion, scale, out)
+    attend(q, latents, cache, plan, expansion, scale, out, lse)
 
 
 @functools.cache
@@ -197,18 +198,22 @@ def finish(
     nope = width - rope
     absorbed = None if expansion is None else torch.empty(tokens, heads, rank, dtype=q.dtype, device=q.device)
     weight = q if expansion is None else expansion.weight
-    rows = _tile_rows(tokens)
-    columns = min(rank, 64 if tokens <= 64 else 128)
+    rows, columns = absorbed_tile(tokens, rank)
     tiles = 0 if expansion is None else triton.cdiv(tokens, rows) * heads * (rank // columns)
     pdl = dependent.supported(q.device)
     kernel.finish_kernel[(tokens + tiles,)](
         q, latents, norm.gain, prepared.cos, prepared.sin, cache, prepared.slots, weight, q if absorbed is None else absorbed,
         tokens, q.stride(0), q.stride(1), latents.stride(0), 0 if expansion is None else weight.stride(0), norm.eps,
         HEADS=heads, BLOCK_H=triton.next_power_of_2(heads), NOPE=nope, BLOCK_NOPE=max(16, triton.next_power_of_2(nope)),
-        ROPE=rope, RANK=rank, INTERLEAVED=prepared.interleaved, ROWS=rows, COLUMNS=columns, PRECISION=_precision(q),
+        ROPE=rope, RANK=rank, INTERLEAVED=prepared.interleaved, ROWS=rows, COLUMNS=columns, PRECISION=precision(q),
         PDL=pdl, launch_pdl=pdl, num_warps=4,
     )  # fmt: skip
     return absorbed
+
+
+def absorbed_tile(tokens: int, rank: int) -> tuple[int, int]:
+    """Rows and columns of a tile of absorbed queries."""
+    return _tile_rows(tokens), min(rank, 64 if tokens <= 64 else 128)
 
 
 def decode(
@@ -220,35 +225,36 @@ def decode(
     scale: float,
     out: torch.Tensor,
     many: int = MANY,
+    lse: torch.Tensor | None = None,
 ) -> None:
-    """See `attention`; `absorbed` of `finish`. A sequence without positions gets zeros."""
+    """See `attention`; `absorbed` of `finish` or `absorb`. A sequence without positions gets zeros."""
     heads, rank, nope, value = expansion.heads, expansion.rank, expansion.nope, expansion.value
     split, pdl = plan.split, dependent.supported(q.device)
     kernel.decode_kernel[(split.programs, triton.cdiv(heads, split.heads))](
         absorbed, q, cache, plan.table, plan.seq_lens, plan.plan, plan.parts, plan.lse,
         plan.sequences, q.stride(0), q.stride(1), plan.table.stride(0), scale * math.log2(math.e),
         NOPE=nope, HEADS=heads, BLOCK_H=split.heads, RANK=rank, ROPE=q.shape[2] - nope, BLOCK_SIZE=plan.block_size,
-        TILE=split.keys, STAGES=split.stages, AHEAD=split.ahead, PRECISION=_precision(q), PDL=pdl, launch_pdl=pdl,
+        TILE=split.keys, STAGES=split.stages, AHEAD=split.ahead, PRECISION=precision(q), PDL=pdl, launch_pdl=pdl,
         num_warps=split.warps, maxnreg=split.registers,
     )  # fmt: skip
     parts, tokens = (plan.parts, plan.lse, plan.plan), plan.sequences
     if tokens < many:
         columns = min(32, triton.next_power_of_2(value))
         kernel.merged_values_kernel[(heads, tokens, triton.cdiv(value, columns))](
-            *parts, expansion.weight, out, split.programs, out.stride(0),
+            *parts, expansion.weight, out, lse, split.programs, out.stride(0),
             HEADS=heads, NOPE=nope, VALUE=value, RANK=rank, COLUMNS=columns, PARTS=PARTS, STAGES=3,
             PDL=pdl, launch_pdl=pdl,
         )  # fmt: skip
         return
     merged = torch.empty_like(absorbed)
     kernel.merge_kernel[(heads, tokens)](
-        *parts, merged, split.programs, HEADS=heads, RANK=rank, PARTS=PARTS, PDL=pdl, launch_pdl=pdl
+        *parts, merged, lse, split.programs, HEADS=heads, RANK=rank, PARTS=PARTS, PDL=pdl, launch_pdl=pdl
     )
     side = 32 if tokens <= 64 else 64
     rows, columns = min(side, _tile_rows(tokens)), max(16, min(side, triton.next_power_of_2(value)))
     kernel.values_kernel[(heads, triton.cdiv(tokens, rows), triton.cdiv(value, columns))](
         merged, expansion.weight, out, tokens, out.stride(0),
-        HEADS=heads, NOPE=nope, VALUE=value, RANK=rank, ROWS=rows, COLUMNS=columns, PRECISION=_precision(q),
+        HEADS=heads, NOPE=nope, VALUE=value, RANK=rank, ROWS=rows, COLUMNS=columns, PRECISION=precision(q),
         PDL=pdl, launch_pdl=pdl, num_warps=8,
     )  # fmt: skip
 
@@ -258,7 +264,7 @@ def _tile_rows(tokens: int) -> int:
     return min(64, max(16, int(triton.next_power_of_2(tokens))))
 
 
-def _precision(operand: torch.Tensor) -> str:
+def precision(operand: torch.Tensor) -> str:
     return "ieee" if operand.dtype == torch.float32 else "tf32"
 
 
@@ -274,12 +280,12 @@ def plan_prompts(
     device = batch.seq_lens.device
     if piece is None:
         piece = max(1, PIECE_BYTES // (expansion.weight[..., 0].numel() * dtype.itemsize))
-    own: list[_Span] = []
-    pieces: list[list[_Span]] = []
+    own: list[Span] = []
+    pieces: list[list[Span]] = []
     owners: list[tuple[int, int]] = []  # sequences with cached positions, and how many
     first, room = 0, 0
     for i, (new, total) in enumerate(zip(batch.query_lens, batch.host_seq_lens, strict=True)):
-        own += _tiles(tiling.rows, first, new, first, new, causal=True)
+        own += tiles(tiling.rows, first, new, first, new, 1)
         left = total - new
         if left:
             owners.append((i, left))
@@ -288,13 +294,11 @@ def plan_prompts(
                 pieces.append([])
                 room = piece
             count = min(left, room)
-            pieces[-1] += _tiles(tiling.rows, first, new, piece - room, count, causal=False)
+            pieces[-1] += tiles(tiling.rows, first, new, piece - room, count, count)
             left, room = left - count, room - count
         first += new
-    groups = [sorted(spans, key=lambda span: -_work(span)) for spans in (own, *pieces)]
-    flat = _upload([value for spans in groups for span in spans for value in span], torch.int32, device).view(-1, 5)
-    spans, *others = torch.split(flat, [len(spans) for spans in groups])
-    slots = torch.split(_cached_slots(batch, owners), piece) if owners else ()
+    spans, *others = uploaded([own, *pieces], device)
+    slots = torch.split(cached_slots(batch, owners), piece) if owners else ()
     return PromptPlan(tiling, spans, tuple(Piece(*pair) for pair in zip(slots, others, strict=True)))
 
 
@@ -338,22 +342,29 @@ def attend(
     expansion: Expansion,
     scale: float,
     out: torch.Tensor,
+    whole_lse: torch.Tensor | None = None,
 ) -> None:
     """See `attention`."""
     tokens, heads, _ = q.shape
+    if whole_lse is not None and plan.cached is not None:
+        raise ValueError("a captured prefill pass does not give the log-sum-exp")
     state = lse = out
-    if plan.pieces:
+    merge = bool(plan.pieces) or whole_lse is not None
+    if merge:
         state = torch.empty(tokens, heads * expansion.value, dtype=torch.float32, device=q.device)
-        lse = torch.full((tokens, heads), -torch.inf, dtype=torch.float32, device=q.device)
+        lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device) if whole_lse is None else whole_lse
+        lse.fill_(-torch.inf)
     cached = cache.view(-1, cache.shape[-1])
     for piece in plan.pieces:
-        _launch(q, cached[piece.slots], piece.spans, plan.tiling, expansion, scale, state, lse, state, True)
+        launch(q, cached[piece.slots], piece.spans, plan.tiling, expansion, scale, state, lse, state, True)
     if plan.cached is not None:
         _expand(cached, plan.cached, expansion)
-    _launch(q, latents, plan.spans, plan.tiling, expansion, scale, state, lse, out, bool(plan.pieces), plan.cached)
+    launch(q, latents, plan.spans, plan.tiling, expansion, scale, state, lse, out, merge, plan.cached)
+    if whole_lse is not None:
+        whole_lse.mul_(math.log(2))
 
 
-def _launch(
+def launch(
     q: torch.Tensor,
     latents: torch.Tensor,
     spans: torch.Tensor,
@@ -377,7 +388,7 @@ def _launch(
         scale * math.log2(math.e),
         HEADS=heads, NOPE=nope, BLOCK_NOPE=max(16, triton.next_power_of_2(nope)), ROPE=q.shape[2] - nope, RANK=rank,
         VALUE=value, BLOCK_VALUE=max(16, triton.next_power_of_2(value)), MERGE=merge, CAPTURED=cached is not None,
-        ROWS=tiling.rows, TILE=tiling.keys, STAGES=tiling.stages, PRECISION=_precision(q), PDL=pdl, launch_pdl=pdl, num_warps=tiling.warps,
+        ROWS=tiling.rows, TILE=tiling.keys, STAGES=tiling.stages, PRECISION=precision(q), PDL=pdl, launch_pdl=pdl, num_warps=tiling.warps,
     )  # fmt: skip
 
 
@@ -389,24 +400,32 @@ def _expand(cache: torch.Tensor, cached: Cached, expansion: Expansion) -> None:
     kernel.expand_kernel[(heads, triton.cdiv(len(cached.slots), rows))](
         cache, cached.slots, cached.count, expansion.weight, cached.expanded,
         HEADS=heads, WIDTH=width, BLOCK_WIDTH=max(16, triton.next_power_of_2(width)), RANK=rank,
-        ROPE=cache.shape[1] - rank, ROWS=rows, INNER=min(inner, rank), PRECISION=_precision(cache),
+        ROPE=cache.shape[1] - rank, ROWS=rows, INNER=min(inner, rank), PRECISION=precision(cache),
         PDL=pdl, launch_pdl=pdl, num_warps=8,
     )  # fmt: skip
 
 
-def _tiles(rows: int, first: int, new: int, first_key: int, keys: int, *, causal: bool) -> Iterator[_Span]:
+def tiles(rows: int, first: int, new: int, first_key: int, keys: int, seen: int) -> Iterator[Span]:
+    """Of `new` queries, of which the first sees `seen` of the keys, and each other one more than the one before it."""
     for start in range(0, new, rows):
         count = min(rows, new - start)
-        visible = start + 1 if causal else keys
+        visible = min(keys, seen + start)
         yield first + start, count, first_key, min(keys, visible + count - 1), visible
 
 
-def _work(span: _Span) -> int:
+def uploaded(groups: list[list[Span]], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Each group as int32 [n, 5] on the device, the longest first."""
+    groups = [sorted(spans, key=lambda span: -_work(span)) for spans in groups]
+    flat = _upload([value for spans in groups for span in spans for value in span], torch.int32, device).view(-1, 5)
+    return torch.split(flat, [len(spans) for spans in groups])
+
+
+def _work(span: Span) -> int:
     return span[3]
 
 
-def _cached_slots(batch: LatentBatch, owners: list[tuple[int, int]]) -> torch.Tensor:
-    """Slots of all cached positions, sequence after sequence."""
+def cached_slots(batch: LatentBatch, owners: list[tuple[int, int]]) -> torch.Tensor:
+    """Slots of the first positions of sequences: pairs of a sequence and how many."""
     device, size = batch.seq_lens.device, batch.block_size
     sequences, counts = _upload([value for pair in owners for value in pair], torch.int64, device).view(-1, 2).unbind(1)
     total = sum(count for _, count in owners)

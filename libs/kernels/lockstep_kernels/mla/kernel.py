@@ -18,6 +18,7 @@ import triton.language as tl
 
 from lockstep_kernels.dependent import release, wait
 
+LN2 = tl.constexpr(0.6931471805599453)
 SHORT = tl.constexpr(
     64
 )  # tiles: sequences of so few are cut as finely as there are programs, as merging all parts costs little
@@ -68,21 +69,28 @@ def _finish_token(
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, RANK: tl.constexpr,
     INTERLEAVED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotation of one token, in place, and its latent's copy in the cache; pointers are the token's."""
+    """Norm and rotation of one token, in place, and its latent's copy in the cache; pointers are the token's. Without a cache
+    nothing is copied; without q or latent the other one is finished."""
     i, r, head = tl.arange(0, RANK), tl.arange(0, ROPE)[None, :], tl.arange(0, BLOCK_H)[:, None]
     pair = tl.arange(0, ROPE // 2)[None, :]
-    gain = tl.load(gain_ptr + i)
+    if latent is not None:
+        gain = tl.load(gain_ptr + i)
     wait(PDL)
-    cached = cache_ptr + tl.load(slot_ptr) * (RANK + ROPE)
+    if cache_ptr is not None:
+        cached = cache_ptr + tl.load(slot_ptr) * (RANK + ROPE)
     cos, sin = tl.load(cos_ptr + pair), tl.load(sin_ptr + pair)
-    x = tl.load(latent + i).to(tl.float32)
-    x = x * tl.rsqrt(tl.sum(x * x, 0) / RANK + eps) * gain
-    normed = x.to(latent.dtype.element_ty)
-    tl.store(latent + i, normed)
-    tl.store(cached + i, normed.to(cached.dtype.element_ty))
-    rotated = _turn(latent + RANK + r, cos, sin, r < ROPE, 1, ROPE, INTERLEAVED)
-    tl.store(cached + RANK + r, rotated.to(cached.dtype.element_ty))
-    _turn(q_ptr + NOPE + head * q_head + r, cos, sin, (head < HEADS) & (r < ROPE), BLOCK_H, ROPE, INTERLEAVED)
+    if latent is not None:
+        x = tl.load(latent + i).to(tl.float32)
+        x = x * tl.rsqrt(tl.sum(x * x, 0) / RANK + eps) * gain
+        normed = x.to(latent.dtype.element_ty)
+        tl.store(latent + i, normed)
+        if cache_ptr is not None:
+            tl.store(cached + i, normed.to(cached.dtype.element_ty))
+        rotated = _turn(latent + RANK + r, cos, sin, r < ROPE, 1, ROPE, INTERLEAVED)
+        if cache_ptr is not None:
+            tl.store(cached + RANK + r, rotated.to(cached.dtype.element_ty))
+    if q_ptr is not None:
+        _turn(q_ptr + NOPE + head * q_head + r, cos, sin, (head < HEADS) & (r < ROPE), BLOCK_H, ROPE, INTERLEAVED)
 
 
 @triton.jit
@@ -119,21 +127,38 @@ def finish_kernel(
     RANK: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """The first `tokens` programs each finish a token, the others each absorb a tile of queries."""
+    """The first `tokens` programs each finish a token, the others each absorb a tile of queries. What `_finish_token` says may be
+    None, and with it weight and absorbed: then there are no others."""
     release(PDL)
     program = tl.program_id(0)
     if program < tokens:
         token = program.to(tl.int64)
         angles = token * (ROPE // 2)
         _finish_token(
-            q_ptr + token * q_token, latents_ptr + token * latents_token, gain_ptr, cos_ptr + angles, sin_ptr + angles,
-            cache_ptr, slots_ptr + token, eps, q_head, HEADS, BLOCK_H, NOPE, ROPE, RANK, INTERLEAVED, PDL,
+            None if q_ptr is None else q_ptr + token * q_token,
+            None if latents_ptr is None else latents_ptr + token * latents_token, gain_ptr, cos_ptr + angles, sin_ptr + angles,
+            cache_ptr, None if slots_ptr is None else slots_ptr + token, eps, q_head,
+            HEADS, BLOCK_H, NOPE, ROPE, RANK, INTERLEAVED, PDL,
         )  # fmt: skip
-    else:
+    elif weight_ptr is not None:
         _absorb(
             q_ptr, weight_ptr, absorbed_ptr, program - tokens, tokens, q_token, q_head, weight_head,
             HEADS, NOPE, BLOCK_NOPE, RANK, ROWS, COLUMNS, PRECISION, PDL,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def absorb_kernel(
+    q_ptr, weight_ptr, absorbed_ptr, tokens, q_token, q_head, weight_head,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, BLOCK_NOPE: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """absorbed [tokens, HEADS, RANK] of queries that are finished. A program: a tile of one head's."""
+    release(PDL)
+    _absorb(
+        q_ptr, weight_ptr, absorbed_ptr, tl.program_id(0), tokens, q_token, q_head, weight_head,
+        HEADS, NOPE, BLOCK_NOPE, RANK, ROWS, COLUMNS, PRECISION, PDL,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -237,7 +262,8 @@ def _merged(
     parts_ptr, lse_ptr, first, count, sequence, head,
     HEADS: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """float32 [RANK] of one sequence and head, from PARTS parts at a time; zeros if the sequence has no positions."""
+    """float32 [RANK] of one sequence and head, from PARTS parts at a time, and the log-sum-exp; zeros and -inf if the sequence
+    has no positions."""
     i, p = tl.arange(0, RANK), tl.arange(0, PARTS)
     best, sum = -float("inf"), 0.0
     mixed = tl.zeros((RANK,), tl.float32)
@@ -252,20 +278,23 @@ def _merged(
         sum = sum * shrink + tl.sum(weights, 0)
         mixed = mixed * shrink + tl.sum(x * weights[:, None], 0)
         best = higher
-    return mixed / tl.where(count > 0, sum, 1.0)
+    return mixed / tl.where(count > 0, sum, 1.0), (best + tl.log2(sum)) * LN2
 
 
 @triton.jit(do_not_specialize=["programs"])
 def merge_kernel(
-    parts_ptr, lse_ptr, plan_ptr, merged_ptr, programs,
+    parts_ptr, lse_ptr, plan_ptr, merged_ptr, whole_lse_ptr, programs,
     HEADS: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """merged [B, HEADS, RANK]: what the programs have of each sequence, together. A program: one sequence and head."""
+    """merged [B, HEADS, RANK]: what the programs have of each sequence, together; its log-sum-exp (natural) to whole_lse
+    [B, HEADS], or that is None. A program: one sequence and head."""
     release(PDL)
     head, sequence = tl.program_id(0), tl.program_id(1)
     first, count = _parts_of(plan_ptr, programs, sequence)
     wait(PDL)
-    mixed = _merged(parts_ptr, lse_ptr, first, count, sequence, head, HEADS, RANK, PARTS, 1)
+    mixed, lse = _merged(parts_ptr, lse_ptr, first, count, sequence, head, HEADS, RANK, PARTS, 1)
+    if whole_lse_ptr is not None:
+        tl.store(whole_lse_ptr + sequence.to(tl.int64) * HEADS + head, lse)
     to = merged_ptr + (sequence.to(tl.int64) * HEADS + head) * RANK + tl.arange(0, RANK)
     tl.store(to, mixed.to(merged_ptr.dtype.element_ty))
 
@@ -294,7 +323,7 @@ def values_kernel(
 
 @triton.jit(do_not_specialize=["programs"])
 def merged_values_kernel(
-    parts_ptr, lse_ptr, plan_ptr, weight_ptr, out_ptr, programs, out_token,
+    parts_ptr, lse_ptr, plan_ptr, weight_ptr, out_ptr, whole_lse_ptr, programs, out_token,
     HEADS: tl.constexpr, NOPE: tl.constexpr, VALUE: tl.constexpr, RANK: tl.constexpr, COLUMNS: tl.constexpr,
     PARTS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -309,7 +338,9 @@ def merged_values_kernel(
     )  # fmt: skip
     first, count = _parts_of(plan_ptr, programs, sequence)
     wait(PDL)
-    mixed = _merged(parts_ptr, lse_ptr, first, count, sequence, head, HEADS, RANK, PARTS, STAGES)
+    mixed, lse = _merged(parts_ptr, lse_ptr, first, count, sequence, head, HEADS, RANK, PARTS, STAGES)
+    if whole_lse_ptr is not None and tl.program_id(2) == 0:
+        tl.store(whole_lse_ptr + sequence.to(tl.int64) * HEADS + head, lse)
     y = tl.sum(w.to(tl.float32) * mixed[None, :], 1)
     to = out_ptr + sequence.to(tl.int64) * out_token + head * VALUE + column
     tl.store(to, y.to(out_ptr.dtype.element_ty), mask=inside)

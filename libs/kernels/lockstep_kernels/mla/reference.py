@@ -19,17 +19,35 @@ def store(
     interleaved: bool,
 ) -> None:
     """Norm, rotation and cache write: see the public function."""
-    rank, rope = gain.shape[0], 2 * cos.shape[-1]
+    finish_latents(latents, gain, eps, cos, sin, interleaved)
+    rotate_queries(q, cos, sin, interleaved)
+    cache.view(-1, cache.shape[-1])[slots] = latents.to(cache.dtype)
+
+
+def finish_latents(
+    latents: torch.Tensor, gain: torch.Tensor, eps: float, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+) -> None:
+    """See the public function."""
+    rank = gain.shape[0]
     compressed = latents[:, :rank].float()
     scale = torch.rsqrt(compressed.square().mean(-1, keepdim=True) + eps)
     latents[:, :rank] = (compressed * scale * gain).to(latents.dtype)
     _rotate(latents[:, rank:], cos, sin, interleaved)
-    _rotate(q[..., -rope:], cos.unsqueeze(1), sin.unsqueeze(1), interleaved)
-    cache.view(-1, cache.shape[-1])[slots] = latents.to(cache.dtype)
+
+
+def rotate_queries(q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> None:
+    """See the public function."""
+    _rotate(q[..., -2 * cos.shape[-1] :], cos.unsqueeze(1), sin.unsqueeze(1), interleaved)
 
 
 def attention(
-    q: torch.Tensor, cache: torch.Tensor, batch: LatentBatch, expansion: Expansion, scale: float, out: torch.Tensor
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    batch: LatentBatch,
+    expansion: Expansion,
+    scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor | None = None,
 ) -> None:
     """See the public function; host lengths must be there."""
     heads, rank, nope = expansion.heads, expansion.rank, expansion.nope
@@ -44,10 +62,13 @@ def attention(
         keys, values = expanded[..., :nope], expanded[..., nope:]
         scores = torch.einsum("thd,shd->hts", queries[..., :nope], keys)
         scores = (scores + torch.einsum("thd,sd->hts", queries[..., nope:], latents[:, rank:])) * scale
-        future = positions > positions[total - new :, None]
-        weights = torch.softmax(scores.masked_fill(future, -torch.inf), -1)
+        if batch.causal and total:
+            scores = scores.masked_fill(positions > positions[total - new :, None], -torch.inf)
+        weights = torch.softmax(scores, -1)
         mixed = torch.einsum("hts,shd->thd", weights, values)
         out[first : first + new] = mixed.reshape(new, heads * expansion.value).to(out.dtype)
+        if lse is not None:
+            lse[first : first + new] = torch.logsumexp(scores, -1).t()
         first += new
 
 

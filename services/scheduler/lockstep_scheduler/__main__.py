@@ -18,6 +18,7 @@ from lockstep_common.errors import ConfigError
 from lockstep_proto.v1 import scheduler_pb2_grpc
 from lockstep_scheduler import metrics
 from lockstep_scheduler.config import SchedulerConfig
+from lockstep_scheduler.eplb import EplbPolicy
 from lockstep_scheduler.group import GroupSupervisor
 from lockstep_scheduler.ledger import Ledger, NoLedger
 from lockstep_scheduler.loop import StepLoop
@@ -117,6 +118,15 @@ def loop_settings(settings: SchedulerConfig) -> Settings:
         prefix_caching=settings.enable_prefix_caching,
         worker_timeout=settings.worker_timeout,
         grace=settings.session_grace,
+        eplb=EplbPolicy(
+            enabled=settings.enable_eplb,
+            window=settings.eplb_window,
+            interval=settings.eplb_interval_s,
+            threshold=settings.eplb_threshold,
+            prefill_weight=settings.eplb_prefill_weight,
+            report_interval=settings.expert_load_interval_s,
+            nodes=settings.eplb_nodes,
+        ),
     )
 
 

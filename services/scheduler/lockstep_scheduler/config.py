@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from dataclasses import dataclass
 
@@ -45,6 +46,17 @@ class SchedulerConfig:
     )
     watermark: float = setting(0.95, "share of KV blocks in use above which nothing is admitted beside running rows")
     enable_prefix_caching: bool = setting(True, "requests share the KV blocks of equal beginnings")
+    enable_eplb: bool = setting(False, "move routed experts between the workers of the group so that loads are even")
+    eplb_window: int = setting(1000, "forward passes in which what is known of an expert's load fades to a third")
+    eplb_interval_s: float = setting(60.0, "seconds between two plans of where experts lie")
+    eplb_threshold: float = setting(
+        1.1, "load of the heaviest worker over the mean above which a layer's experts are planned anew"
+    )
+    eplb_prefill_weight: float = setting(1.0, "what a token of prefill counts in these loads; one of decode counts 1")
+    eplb_nodes: int = setting(1, "nodes that the workers stand on, equally many in a row on each: groups stay on one")
+    expert_load_interval_s: float = setting(
+        1.0, "seconds between two reports of expert loads, for the metrics too (0: none)"
+    )
     worker_timeout: float = setting(60.0, "seconds without an outcome after which a worker is given up")
     load_timeout: float = setting(1800.0, "seconds that a worker may take to load its model")
     session_grace: float = setting(10.0, "seconds that requests outlive the session of their router")
@@ -75,6 +87,19 @@ class SchedulerConfig:
             raise ConfigError("watermark must be above 0 and at most 1")
         if self.vote_interval_ms < 0:
             raise ConfigError("vote_interval_ms must not be negative")
+        self._check_eplb()
+
+    def _check_eplb(self) -> None:
+        for name in ("eplb_window", "eplb_nodes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1")
+        for name in ("eplb_interval_s", "eplb_prefill_weight", "expert_load_interval_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must not be negative or infinite")
+        if not 1 <= self.eplb_threshold < math.inf:
+            raise ConfigError("eplb_threshold must be at least 1: the heaviest load is never below the mean")
+        if self.enable_eplb and not self.expert_load_interval_s:
+            raise ConfigError("enable_eplb needs reports of expert loads: expert_load_interval_s must not be 0")
 
     @property
     def name(self) -> str:

@@ -28,6 +28,7 @@ I64 = npt.NDArray[np.int64]
 _TRACE: Final = 1e-9  # part of the heaviest load that an expert without load counts as: such ones are spread as equals
 _SWAPS: Final = 16  # most swaps that even a packing out
 _SWAP_GAIN: Final = 1e-3  # part of the heaviest load that a swap must take away
+_NOISE: Final = 0.01  # a threshold nearer to 1 moves no more than this one
 _PENDING_REPORTS: Final = 4  # plans whose reports may be incomplete at the same time
 
 
@@ -273,8 +274,8 @@ class Rebalancer:
 
     The law. Loads of prefill and decode are kept apart, and fall to 1/e within `window` forward passes. When a report of all
     ranks is in, `interval` has gone by since the last plan (the first one need not wait), and the reports since then hold
-    `evidence` pairs an expert, then each layer whose ratio is above `threshold` is planned anew. It moves if that lowers its
-    ratio by more than a quarter of what the threshold allows, so that noise moves nothing; the layers that gain most go
+    `evidence` pairs an expert, then each layer whose ratio is above `threshold` is planned anew. It moves if that takes away
+    more of its ratio than a quarter of what the threshold allows, so that noise moves nothing; the layers that gain most go
     first. At most one moves in a plan, and what changes nothing is no move. A new plan replaces the moves not made yet.
     """
 
@@ -357,7 +358,7 @@ class Rebalancer:
         if len(above):
             wanted = rebalance(loads[above], self.placement.shape[1], self._ranks, self._groups, self._nodes)
             gain = before[above] - balance_ratio(loads[above], wanted, self._ranks)
-            worth = gain > max(0.0, self._policy.threshold - 1) / 4
+            worth = gain > before[above] * max(self._policy.threshold - 1, _NOISE) / 4
             self._wanted = [(int(above[i]), wanted[i]) for i in np.argsort(gain, kind="stable") if worth[i]]
             self.plans += bool(self._wanted)
         self._prepare()

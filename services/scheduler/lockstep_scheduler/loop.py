@@ -108,9 +108,7 @@ class StepLoop:
         self._last_booked = 0.0
         self._held_too_long = False  # the running plan ended before the next one was composed
         self.pace = Pace()
-        self.experts: Rebalancer | None = (
-            None  # of a group with routed experts, at the shard that decides where they lie
-        )
+        self.experts: Rebalancer | None = None  # at the shard that decides where routed experts lie
 
     # -- the loop -------------------------------------------------------------------------------------------------------
 

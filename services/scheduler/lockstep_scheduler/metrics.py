@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from lockstep_scheduler.eplb import Rebalancer
 from lockstep_scheduler.loop import StepLoop
 
 
@@ -59,10 +60,31 @@ class LoopCollector(Collector):
         for kind, count in stats.plans.items():
             plans.add_metric([kind], count)
         yield plans
+        if loop.experts:
+            yield from _experts(loop.experts)
         ends = CounterMetricFamily("lockstep_choices_ended", "Choices that ended", labels=["reason"])
         for reason, count in stats.ends.items():
             ends.add_metric([reason], count)
         yield ends
+
+
+def _experts(experts: Rebalancer) -> Iterable[Metric]:
+    ratio = GaugeMetricFamily(
+        "lockstep_moe_load_balance_ratio",
+        "Expert load of the heaviest worker over the mean, as of the last report: mean of the layers, and the worst one",
+        labels=["kind", "layers"],
+    )
+    for kind, balance in experts.balance.items():
+        ratio.add_metric([kind, "mean"], balance.mean)
+        ratio.add_metric([kind, "worst"], balance.worst)
+    yield ratio
+    counters = {
+        "lockstep_expert_plans": ("Plans of where experts lie that moved something", experts.plans),
+        "lockstep_expert_layers_moved": ("Layers whose experts moved in this epoch", experts.version),
+        "lockstep_expert_slots_moved": ("Physical slots that got another expert in this epoch", experts.moved_slots),
+    }
+    for name, (help, value) in counters.items():
+        yield CounterMetricFamily(name, help, value=value)
 
 
 def serve(loop: StepLoop, host: str, port: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep_kernels.linear import Layout, fbgemm, linear, pack, reference
+from lockstep_kernels.linear import Layout, Packed, fbgemm, linear, pack, reference, split
 from lockstep_kernels.swiglu import pack_gate_up, swiglu
 from lockstep_kernels.swiglu import reference as swiglu_reference
 
@@ -128,3 +128,25 @@ def test_operands_that_do_not_fit_are_refused() -> None:
         linear(torch.ones(2, 8), packed, plus=torch.ones(1, 4))
     with pytest.raises(ValueError, match="gate has shape"):
         pack_gate_up(torch.ones(4, 8), torch.ones(5, 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("biased", [False, True])
+def test_parts_of_a_weight_give_the_parts_of_its_product(dtype: torch.dtype, biased: bool) -> None:
+    x, weight, bias, _ = operands(7, 960, 576, dtype)
+    packed = pack(weight, bias if biased else None)
+    for form in (packed, packed.for_prompts):
+        y = linear(x.to(form.dtype), form)
+        parts = split(form, [700, 100, 160])
+        assert [part.dtype for part in parts] == [form.dtype] * 3
+        torch.testing.assert_close(torch.cat([linear(x.to(form.dtype), part) for part in parts], 1), y)
+    with pytest.raises(ValueError, match="960"):
+        split(packed, [700, 100])
+
+
+def test_blocks_of_scales_are_not_cut() -> None:
+    values, scale = torch.zeros(384, 128, dtype=torch.float8_e4m3fn), torch.arange(3.0).view(3, 1)
+    packed = Packed(values, None, 384, 128, Layout.FP8, torch.bfloat16, scale=scale)
+    assert [part.scale.tolist() for part in split(packed, [256, 128]) if part.scale is not None] == [[[0], [1]], [[2]]]
+    with pytest.raises(ValueError, match="cannot be cut"):
+        split(packed, [200, 184])

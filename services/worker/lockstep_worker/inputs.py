@@ -19,6 +19,9 @@ class StepInputs:
     A decode step has T = B = S (one token a sequence). A prefill pass has the chunks one after the other; only a chunk
     that reaches the end of its row's tokens needs logits. A placeholder has T = B = S = 0. In a captured decode step the host
     knows no lengths: query_lens and host_seq_lens are empty, block tables are as wide as rows have them.
+
+    Ranks that keep sequences together (context parallelism) have the same inputs but for the slots: a token's is 0, in the null
+    block, on all ranks but the one that keeps it. An entry of a block table then stands for a block on each of them.
     """
 
     kind: Kind

@@ -193,8 +193,10 @@ class Rows:
         cp: int = 1,
         cp_rank: int = 0,
     ) -> None:
-        """`masked`: the host learns late which rows ended, so the device keeps them from writing.
+        """`block_sizes`: tokens of a block, on all `cp` ranks that keep a sequence together; a token's slot is 0 (the null block) on
+        all of them but its own.
 
+        `masked`: the host learns late which rows ended, so the device keeps them from writing.
         `by_place`: tokens that were generated once are never computed in a prompt's pass, also when a row is added again;
         `most_replayed` of them in a pass of theirs, 0: any number.
         """
@@ -207,7 +209,7 @@ class Rows:
         self.masked = masked
         self.by_place = by_place
         self.most_replayed = most_replayed
-        self.cp, self.cp_rank = cp, cp_rank
+        self.share = prepare.Share(cp, cp_rank)
         self.scratch = max_rows
         self.to_device = staging.put
         self.block_sizes = block_sizes
@@ -394,7 +396,7 @@ class Rows:
         self, tables: tuple[torch.Tensor, ...], sequences: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         return tuple(
-            prepare.slots(table, sequences, positions, size)
+            prepare.slots(table, sequences, positions, size, self.share)
             for table, size in zip(tables, self.block_sizes, strict=True)
         )
 

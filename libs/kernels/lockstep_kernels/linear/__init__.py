@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 
 from lockstep_kernels.checks import check_shape
-from lockstep_kernels.fp8 import Fp8Weight, dequantise
+from lockstep_kernels.fp8 import BLOCK, Fp8Weight, dequantise
 from lockstep_kernels.linear import cpu
 from lockstep_kernels.linear.packed import Layout, Packed
 from lockstep_kernels.rms_norm import Norm
 
-__all__ = ["Layout", "Packed", "linear", "pack", "pack_fp8"]
+__all__ = ["Layout", "Packed", "linear", "pack", "pack_fp8", "split"]
 
 
 def pack(
@@ -46,6 +49,33 @@ def pack_fp8(
 
         return cuda.pack_fp8(weight, bias, dtype, deterministic)
     return pack(dequantise(weight, dtype), bias)
+
+
+def split(weight: Packed, sizes: Sequence[int]) -> tuple[Packed, ...]:
+    """The products of the first sizes[0] outputs, of the next sizes[1], and so on, without a further form for prompts.
+
+    On CUDA they share the weight's memory; on CPU they are packed anew. ValueError if a block of scales would be cut.
+    """
+    if sum(sizes) != weight.out_features:
+        raise ValueError(f"parts of {list(sizes)} outputs do not make up the {weight.out_features} of the weight")
+    if weight.layout in (Layout.ONEDNN, Layout.HALF):
+        return cpu.split(weight, sizes)
+    assert isinstance(weight.weight, torch.Tensor)
+    none = (None,) * len(sizes)
+    biases = none if weight.bias is None else torch.split(weight.bias, list(sizes))
+    scales = none if weight.scale is None else _split_scale(weight.scale, sizes)
+    return tuple(
+        replace(weight, weight=part, bias=bias, scale=scale, out_features=len(part), prompt=None)
+        for part, bias, scale in zip(torch.split(weight.weight, list(sizes)), biases, scales, strict=True)
+    )
+
+
+def _split_scale(scale: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    if scale.dim() == 1:
+        return torch.split(scale, list(sizes))
+    if any(size % BLOCK for size in sizes[:-1]):
+        raise ValueError(f"blocks of {BLOCK} rows that share a scale cannot be cut into parts of {list(sizes)} rows")
+    return torch.split(scale, [-(-size // BLOCK) for size in sizes])
 
 
 def linear(

@@ -12,6 +12,7 @@ bits for every number of rows (oneDNN's from two rows on), with one and two thre
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -36,14 +37,24 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None, prompts: bool) -> Pack
         return None
     if weight.dtype != torch.bfloat16 or not HAS_FBGEMM:
         return _onednn(weight, bias)
-    out_features, in_features = weight.shape
     prompt = _onednn(weight, bias) if prompts else None
     wide, wide_bias = weight.float(), None if bias is None else bias.float()
     if bool(weight.abs().max() <= LARGEST_HALF):
-        half = torch.ops.quantized.linear_prepack_fp16(wide, wide_bias)
-        return Packed(half, None, out_features, in_features, Layout.HALF, torch.float32, prompt)
+        return replace(_half(wide, wide_bias), prompt=prompt)
     packed = _onednn(wide, wide_bias)
     return packed if packed is None else replace(packed, prompt=prompt)
+
+
+def split(weight: Packed, sizes: Sequence[int]) -> tuple[Packed, ...]:
+    """See the public function; of a weight in FBGEMM's or oneDNN's layout."""
+    if weight.layout is Layout.HALF:
+        plain, bias = torch.ops.quantized.linear_unpack_fp16(weight.weight)
+    else:
+        assert isinstance(weight.weight, torch.Tensor)
+        plain, bias = weight.weight.to_dense(), weight.bias
+    parts = torch.split(plain, list(sizes))
+    biases = (None,) * len(parts) if bias is None else torch.split(bias, list(sizes))
+    return tuple(_packed_as(weight.layout, part, b) for part, b in zip(parts, biases, strict=True))
 
 
 def linear(
@@ -75,6 +86,19 @@ def gated(x: torch.Tensor, gate: Packed, up: Packed, norm: Norm | None) -> torch
     if norm is not None:
         x = rms_norm(x, *norm)
     return linear(x, up, None, False, linear(x, gate, None, True, None, None), None)
+
+
+def _half(weight: torch.Tensor, bias: torch.Tensor | None) -> Packed:
+    """Of float32 values that float16 has."""
+    half = torch.ops.quantized.linear_prepack_fp16(weight, bias)
+    return Packed(half, None, weight.shape[0], weight.shape[1], Layout.HALF, torch.float32)
+
+
+def _packed_as(layout: Layout, weight: torch.Tensor, bias: torch.Tensor | None) -> Packed:
+    """In a layout that this machine has for its dtype."""
+    packed = _half(weight.float().contiguous(), bias) if layout is Layout.HALF else _onednn(weight, bias)
+    assert packed is not None
+    return packed
 
 
 def _onednn(weight: torch.Tensor, bias: torch.Tensor | None) -> Packed | None:

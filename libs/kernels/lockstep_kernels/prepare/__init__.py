@@ -8,8 +8,9 @@ from lockstep_kernels.checks import check_shape
 from lockstep_kernels.prepare import reference
 from lockstep_kernels.prepare.inputs import DecodeInputs
 from lockstep_kernels.prepare.reference import slots, window
+from lockstep_kernels.prepare.share import WHOLE, Share
 
-__all__ = ["DecodeInputs", "decode_inputs", "slots", "window"]
+__all__ = ["WHOLE", "DecodeInputs", "Share", "decode_inputs", "slots", "window"]
 
 
 def decode_inputs(
@@ -20,13 +21,15 @@ def decode_inputs(
     tables: tuple[torch.Tensor, ...],
     block_sizes: tuple[int, ...],
     out: DecodeInputs,
+    share: Share = WHOLE,
 ) -> None:
     """Fills `out` for a decode step of the rows `index` [b] int64, of which any number may be dead or name a row twice.
 
     last, lengths [R] int64: each row's last token, and its tokens with that one; alive [R] bool; tables: one [R, W] int64 a KV
     group of blocks of block_sizes[g] tokens. A row that lives feeds `last` at position length - 1. One that does not feeds
     token 0 as a sequence of one token in slot 0 of the null block: a computation that harms nothing and reads one slot.
-    Of a block table only the entries that hold the sequence are copied.
+    Of a block table only the entries that hold the sequence are copied. With a `share` the slots are those of what is kept here
+    (positions and lengths stay those of the sequence); on CUDA there is no such kernel yet: ValueError.
     """
     size = len(index)
     check_shape("out.token_ids", out.token_ids, (size,))
@@ -39,8 +42,10 @@ def decode_inputs(
     for table, copied in zip(tables, out.block_tables, strict=True):
         check_shape("block table", copied, (size, table.shape[1]))
     if index.is_cuda:
+        if share.ranks > 1:
+            raise ValueError(f"a sequence that {share.ranks} ranks keep together has no captured steps on CUDA")
         from lockstep_kernels.prepare import kernel
 
         kernel.decode_inputs(index, last, lengths, alive, tables, block_sizes, out)
     else:
-        reference.decode_inputs(index, last, lengths, alive, tables, block_sizes, out)
+        reference.decode_inputs(index, last, lengths, alive, tables, block_sizes, out, share)

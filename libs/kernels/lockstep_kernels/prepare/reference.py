@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from lockstep_kernels.prepare.inputs import NULL_BLOCK, DecodeInputs
+from lockstep_kernels.prepare.share import WHOLE, Share
 
 
 def window(lengths: torch.Tensor, steps: int) -> torch.Tensor:
@@ -15,13 +16,20 @@ def window(lengths: torch.Tensor, steps: int) -> torch.Tensor:
     return (lengths - 1)[None, :] + torch.arange(steps + 1, device=lengths.device)[:, None]
 
 
-def slots(tables: torch.Tensor, sequences: torch.Tensor, positions: torch.Tensor, block_size: int) -> torch.Tensor:
-    """KV slot (block * block_size + offset) of each position in its sequence's table; the shape of `positions`.
+def slots(
+    tables: torch.Tensor, sequences: torch.Tensor, positions: torch.Tensor, block_size: int, share: Share = WHOLE
+) -> torch.Tensor:
+    """KV slot of each position in its sequence's table (see `Share`); the shape of `positions`. 0: it is kept elsewhere.
 
-    tables [B, W] int64; sequences (broadcasts against positions) int64 into B. Positions beyond the table take its last entry.
+    tables [B, W] int64; sequences (broadcasts against positions) int64 into B; block_size: tokens of a block on all ranks.
+    Positions beyond the table take its last entry.
     """
     columns = (positions // block_size).clamp(max=tables.shape[1] - 1)
-    return tables[sequences, columns] * block_size + positions % block_size
+    if share.ranks == 1:
+        return tables[sequences, columns] * block_size + positions % block_size
+    own = block_size // share.ranks
+    found = tables[sequences, columns] * own + positions % own
+    return found.where(share.holds(positions, block_size), NULL_BLOCK)
 
 
 def decode_inputs(
@@ -32,6 +40,7 @@ def decode_inputs(
     tables: tuple[torch.Tensor, ...],
     block_sizes: tuple[int, ...],
     out: DecodeInputs,
+    share: Share = WHOLE,
 ) -> None:
     live = alive[index]
     lengths = torch.where(live, lengths[index], 1)
@@ -44,4 +53,4 @@ def decode_inputs(
         columns = torch.arange(table.shape[1], device=table.device)
         copied.copy_(torch.where(columns * size < lengths[:, None], rows, copied))
         sequences = torch.arange(len(index), device=index.device)
-        where.copy_(torch.where(live, slots(rows, sequences, lengths - 1, size), NULL_BLOCK))
+        where.copy_(torch.where(live, slots(rows, sequences, lengths - 1, size, share), NULL_BLOCK))

@@ -27,7 +27,10 @@ class UpConfig:
         DEFAULT_MODEL, "directory in Hugging Face's format, .gguf file, or a name of `lockstep model list`"
     )
     served_model_name: str = setting("", "name of the model for clients (default: its own)", metavar="NAME")
-    dp: int = setting(1, "data-parallel ranks, one worker each; also --data-parallel-size", metavar="N")
+    dp: int = setting(1, "data-parallel ranks, --cp workers each; also --data-parallel-size", metavar="N")
+    cp: int = setting(
+        1, "workers that share a rank's requests and KV cache (context parallelism), for long contexts", metavar="N"
+    )
     lockstep: str = setting(
         "auto",
         "auto: ranks step together if the model has routed experts; always: even if not",
@@ -65,7 +68,7 @@ class UpConfig:
                 f"Use --dp {max(self.tensor_parallel_size, 2)}: attention is data parallel, and the experts of a mixture of "
                 "experts are sharded over all workers. A dense model runs on one GPU per replica: --dp N makes N replicas."
             )
-        for name in ("dp", "max_num_seqs", "max_num_batched_tokens", "start_timeout_s"):
+        for name in ("dp", "cp", "max_num_seqs", "max_num_batched_tokens", "start_timeout_s"):
             self._check(name, at_least=1)
         for name in ("max_model_len", "kv_cache_memory_gb", "threads", "block_size", "port", "grpc_port"):
             self._check(name, at_least=0)
@@ -87,6 +90,7 @@ def parse_up(argv: Sequence[str]) -> UpConfig:
     parser = build_parser(UpConfig, prog="lockstep up", env_prefix=ENV_PREFIX, description=_DESCRIPTION)
     parser.add_argument("positional_model", metavar="MODEL", nargs="?", help="the same as --model")
     parser.add_argument("-dp", "--data-parallel-size", dest="dp", metavar="N", help="the same as --dp")
+    parser.add_argument("-cp", "--context-parallel-size", dest="cp", metavar="N", help="the same as --cp")
     parser.add_argument("-tp", dest="tensor_parallel_size", metavar="N", help="the same as --tensor-parallel-size")
     args = parser.parse_args(argv)
     given = vars(args)

@@ -24,14 +24,16 @@ def survey(config: UpConfig, run_dir: Path) -> Machine:
     gpus = () if config.device == "cpu" else _gpus()
     if config.device == "cuda" and not gpus:
         raise ConfigError("--device cuda: this machine has no NVIDIA GPU that we can see")
-    if gpus and config.dp > len(gpus):
+    workers = config.dp * config.cp
+    if gpus and workers > len(gpus):
         raise ConfigError(
-            f"--dp {config.dp}: there are {len(gpus)} GPUs; each rank needs its own (or use --device cpu)"
+            f"--dp {config.dp} --cp {config.cp}: there are {len(gpus)} GPUs, and each of {workers} workers needs its own "
+            "(or use --device cpu)"
         )
     for flag, port in (("--port", config.port), ("--grpc-port", config.grpc_port)):
         if port and not _is_free(config.host, port):
             raise ConfigError(f"{flag} {port} is in use on {config.host}: choose another one")
-    ports = _free_ports(2 * config.dp + 1, avoid={config.port, config.grpc_port})
+    ports = _free_ports(workers + config.dp + 1, avoid={config.port, config.grpc_port})
     valkey_socket = str(run_dir / "valkey.sock")
     return Machine(
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,

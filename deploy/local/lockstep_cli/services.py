@@ -49,10 +49,20 @@ class Machine:
     valkey_socket: str = ""
 
 
-def groups(config: UpConfig, routed_experts: bool) -> list[list[int]]:
-    """The DP ranks of each engine group. Ranks are coupled if experts are sharded over them, or if the user says so."""
-    ranks = list(range(config.dp))
-    return [ranks] if routed_experts or config.lockstep == "always" else [[rank] for rank in ranks]
+@dataclass(frozen=True)
+class Seat:
+    """A worker's place: its number in its group of dp x cp workers."""
+
+    dp: int
+    cp: int
+    rank: int
+
+
+def groups(config: UpConfig, routed_experts: bool) -> list[list[Seat]]:
+    """The workers of each engine group. DP ranks are coupled if experts are sharded over them, or if the user says so."""
+    coupled = routed_experts or config.lockstep == "always"
+    count, dp = (1, config.dp) if coupled else (config.dp, 1)
+    return [[Seat(dp, config.cp, rank) for rank in range(dp * config.cp)] for _ in range(count)]
 
 
 def has_routed_experts(directory: Path) -> bool:
@@ -68,14 +78,17 @@ def has_routed_experts(directory: Path) -> bool:
 
 def compose(config: UpConfig, directory: Path, machine: Machine, token: str) -> tuple[Service, ...]:
     """All processes in the order in which they are started. `token` is what the services show each other."""
-    coupled = groups(config, has_routed_experts(directory))
-    worker_ports, scheduler_ports = machine.ports[: config.dp], machine.ports[config.dp :]
-    workers = [f"{LOOPBACK}:{port}" for port in worker_ports]
-    schedulers = [f"{LOOPBACK}:{port}" for port in scheduler_ports[: len(coupled)]]
+    found = groups(config, has_routed_experts(directory))
+    count = config.dp * config.cp
+    addresses = [f"{LOOPBACK}:{port}" for port in machine.ports]
+    workers, schedulers = addresses[:count], addresses[count : count + len(found)]
     redis_url = config.redis_url or f"unix://{machine.valkey_socket}"
-    services = [_worker(config, directory, machine, rank, workers[rank], token) for rank in range(config.dp)]
-    for shard, ranks in enumerate(coupled):
-        peers = [workers[rank] for rank in ranks]
+    seats = [seat for group in found for seat in group]
+    services = [
+        _worker(config, directory, machine, number, seat, workers[number], token) for number, seat in enumerate(seats)
+    ]
+    for shard, group in enumerate(found):
+        peers = workers[shard * len(group) : (shard + 1) * len(group)]
         name = model_name(config, directory)
         services.append(_scheduler(config, name, shard, schedulers[shard], peers, redis_url, token))
     services.append(_router(config, directory, machine.rest_port, schedulers, redis_url, token))
@@ -84,11 +97,16 @@ def compose(config: UpConfig, directory: Path, machine: Machine, token: str) -> 
     return tuple(services)
 
 
-def _worker(config: UpConfig, directory: Path, machine: Machine, rank: int, address: str, token: str) -> Service:
+def _worker(
+    config: UpConfig, directory: Path, machine: Machine, number: int, seat: Seat, address: str, token: str
+) -> Service:
     env = {"LOCKSTEP_WORKER_INTERNAL_TOKEN": token}
     if machine.gpus and config.device != "cpu":
-        env["CUDA_VISIBLE_DEVICES"] = machine.gpus[rank]
+        env["CUDA_VISIBLE_DEVICES"] = machine.gpus[number]
     options = {
+        "dp": seat.dp,
+        "cp": seat.cp,
+        "rank": seat.rank,
         "model": directory,
         "served-model-name": model_name(config, directory),
         "dtype": config.dtype,
@@ -99,9 +117,9 @@ def _worker(config: UpConfig, directory: Path, machine: Machine, rank: int, addr
         "max-num-batched-tokens": config.max_num_batched_tokens,
         "block-size": config.block_size,
         "kv-cache-memory-gb": config.kv_cache_memory_gb,
-        "threads": config.threads or max(1, machine.cores // config.dp),
+        "threads": config.threads or max(1, machine.cores // (config.dp * config.cp)),
     }
-    return _python(Role.WORKER, f"worker-{rank}", "lockstep_worker", address, options, config, env)
+    return _python(Role.WORKER, f"worker-{number}", "lockstep_worker", address, options, config, env)
 
 
 def _scheduler(

@@ -44,11 +44,14 @@ def of(services: tuple[Service, ...], role: Role) -> list[Service]:
     return [service for service in services if service.role is role]
 
 
-@given(st.integers(1, 64), st.booleans(), st.sampled_from(["auto", "always"]))
-def test_every_rank_is_in_one_group(dp: int, experts: bool, lockstep: str) -> None:
-    result = groups(UpConfig(dp=dp, lockstep=lockstep), experts)
-    assert [rank for group in result for rank in group] == list(range(dp))
+@given(st.integers(1, 64), st.integers(1, 4), st.booleans(), st.sampled_from(["auto", "always"]))
+def test_every_worker_has_a_place_in_one_group(dp: int, cp: int, experts: bool, lockstep: str) -> None:
+    result = groups(UpConfig(dp=dp, cp=cp, lockstep=lockstep), experts)
     assert len(result) == (1 if experts or lockstep == "always" else dp)
+    for group in result:
+        assert [seat.rank for seat in group] == list(range(len(group)))
+        assert {(seat.dp * seat.cp, seat.cp) for seat in group} == {(len(group), cp)}
+    assert sum(len(group) for group in result) == dp * cp
 
 
 def test_one_of_each_on_a_small_machine(dense: Path) -> None:
@@ -73,6 +76,20 @@ def test_models_with_experts_are_coupled(tmp_path: Path, field: str) -> None:
     services = compose(UpConfig(dp=2), model(tmp_path, {field: 8}), machine(2), "secret")
     (scheduler,) = of(services, Role.SCHEDULER)
     assert flag(scheduler, "workers") == ",".join(w.address for w in of(services, Role.WORKER))
+
+
+def test_workers_of_a_rank_stand_together(tmp_path: Path, dense: Path) -> None:
+    services = compose(UpConfig(dp=2, cp=2), dense, machine(4), "secret")
+    workers, schedulers = of(services, Role.WORKER), of(services, Role.SCHEDULER)
+    assert [flag(s, "workers").split(",") for s in schedulers] == [
+        [w.address for w in workers[i : i + 2]] for i in (0, 2)
+    ]
+    assert [(flag(w, "dp"), flag(w, "cp"), flag(w, "rank")) for w in workers] == [("1", "2", "0"), ("1", "2", "1")] * 2
+    (tmp_path / "moe").mkdir()
+    services = compose(UpConfig(dp=2, cp=2), model(tmp_path / "moe", {"num_experts": 8}), machine(4), "secret")
+    workers = of(services, Role.WORKER)
+    assert [flag(w, "rank") for w in workers] == list("0123") and {flag(w, "dp") for w in workers} == {"2"}
+    assert len(of(services, Role.SCHEDULER)) == 1
 
 
 def test_experts_inside_a_text_config_and_absent_ones(tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ are spread over them evenly. All ranks wait for the one with the most tokens, so
 
     ratio = load of the heaviest rank / mean load of the ranks        (at least 1; 1 if there is no load)
 
-`rebalance` plans a placement from loads, `settle` numbers its ranks and slots so that few experts move, `Rebalancer` keeps the
-loads and decides when a layer moves.
+`rebalance` plans a placement from loads alone; `amend` changes the one there is until it is as even, which moves far fewer
+experts; `settle` numbers ranks and slots of a new one so that few move, where that does not do. `Rebalancer` keeps the loads and
+decides when a layer moves.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ I64 = npt.NDArray[np.int64]
 _TRACE: Final = 1e-9  # part of the heaviest load that an expert without load counts as: such ones are spread as equals
 _SWAPS: Final = 16  # most swaps that even a packing out
 _SWAP_GAIN: Final = 1e-3  # part of the heaviest load that a swap must take away
+_ALIKE: Final = 0.01  # part by which the heaviest load may be above the one of a new placement to move fewer experts
 _NOISE: Final = 0.01  # a threshold nearer to 1 moves no more than this one
 _PENDING_REPORTS: Final = 4  # plans whose reports may be incomplete at the same time
 
@@ -58,7 +60,7 @@ def rebalance(loads: npt.ArrayLike, slots: int, ranks: int, groups: int = 1, nod
         raise ValueError(f"{experts} experts in {groups} groups do not fit into {slots} slots on {ranks} ranks")
     if not _keeps_groups(slots, ranks, groups, nodes):
         groups = nodes = 1
-    weights = np.maximum(weights, _TRACE * np.where((top := weights.max(1, keepdims=True)) > 0, top, 1))
+    weights = _traced(weights)
     size = experts // groups
     by_node = _pack(weights.reshape(layers, groups, size).sum(2), nodes)  # [L, groups]
     members = (by_node[:, :, None] * size + np.arange(size)).reshape(layers * nodes, experts // nodes)
@@ -68,6 +70,12 @@ def rebalance(loads: npt.ArrayLike, slots: int, ranks: int, groups: int = 1, nod
     packed = _pack(share, ranks // nodes)
     chosen = np.take_along_axis(members, np.take_along_axis(held, packed, 1), 1)
     return chosen.reshape(layers, slots)
+
+
+def _traced(loads: F64) -> F64:
+    top = loads.max(-1, keepdims=True)
+    traced: F64 = np.maximum(loads, _TRACE * np.where(top > 0, top, 1))
+    return traced
 
 
 def _keeps_groups(slots: int, ranks: int, groups: int, nodes: int) -> bool:
@@ -101,17 +109,17 @@ def _pack(weights: F64, bins: int) -> I64:
         filled[rows, lightest] += 1
         load[rows, lightest] += weights[rows, item]
         load[filled == room] = np.inf
-    return _exchange(weights, packed, bins)
+    return _exchange(weights, packed, bins, _SWAPS)
 
 
-def _exchange(weights: F64, packed: I64, bins: int) -> I64:
-    """`packed` after swaps between the heaviest bin and another one, the best one each time, as long as both end up lighter
-    than the heaviest was."""
+def _exchange(weights: F64, packed: I64, bins: int, swaps: int, enough: float = 0.0) -> I64:
+    """`packed` after so many swaps between the heaviest bin and another one, the best one each time, as long as both end up
+    lighter than the heaviest was, and that is heavier than `enough`."""
     rows = np.arange(len(weights))
     room = weights.shape[1] // bins
     packed = packed.copy()
     weight = np.take_along_axis(weights, packed, 1)
-    for _ in range(_SWAPS):
+    for _ in range(swaps):
         load = weight.reshape(len(weights), bins, room).sum(2)
         heavy = np.argmax(load, axis=1)
         at = heavy[:, None] * room + np.arange(room)  # its places
@@ -119,13 +127,43 @@ def _exchange(weights: F64, packed: I64, bins: int) -> I64:
         top = load[rows, heavy][:, None, None]
         heavier = np.maximum(top - given, np.repeat(load, room, axis=1)[:, None, :] + given).reshape(len(weights), -1)
         best = np.argmin(heavier, axis=1)
-        better = heavier[rows, best] < top[:, 0, 0] * (1 - _SWAP_GAIN)
+        better = (heavier[rows, best] < top[:, 0, 0] * (1 - _SWAP_GAIN)) & (top[:, 0, 0] > enough)
         if not better.any():
             break
         i, j = (part[better] for part in (at[rows, best // weights.shape[1]], best % weights.shape[1]))
         for array in (packed, weight):
             array[rows[better], i], array[rows[better], j] = array[rows[better], j], array[rows[better], i]
     return packed
+
+
+def amend(loads: npt.ArrayLike, present: npt.ArrayLike, ranks: int, enough: float) -> I64 | None:
+    """`present` [P], changed step by step until no rank has more of loads [E] than `enough`; None if that does not get there.
+
+    Experts get as many slots as `rebalance` would give them: what they have too many of goes to those that lack some, the
+    heaviest first, onto the lightest rank with a slot to give. Then slots swap, as long as it helps, P / 2 times at most: more
+    would move as much as a new placement.
+    """
+    old = np.asarray(present, np.int64)
+    rank_of = np.arange(len(old)) * ranks // len(old)
+    weights = _traced(np.asarray(loads, np.float64))
+    wanted = np.bincount(_replicate(weights[None], len(old))[0][0])
+    share = weights / wanted
+    more = wanted - np.bincount(old, minlength=len(wanted))
+    free = [int(slot) for expert in np.nonzero(more < 0)[0] for slot in np.nonzero(old == expert)[0][more[expert] :]]
+    new = old.copy()
+    load = np.bincount(rank_of, share[old])
+    np.subtract.at(load, rank_of[free], share[old[free]])
+    lacking = np.repeat(np.arange(len(wanted)), np.maximum(more, 0))
+    for expert in lacking[np.argsort(-share[lacking], kind="stable")].tolist():
+        slot = min(free, key=lambda slot: (load[rank_of[slot]], slot))
+        free.remove(slot)
+        new[slot] = expert
+        load[rank_of[slot]] += share[expert]
+    order = _exchange(share[new][None], np.arange(len(new))[None], ranks, len(new) // 2, enough)[0]
+    new = new[order]
+    if np.bincount(rank_of, share[new]).max() > enough:
+        return None
+    return _kept(old, new, ranks)
 
 
 def settle(present: npt.ArrayLike, wanted: npt.ArrayLike, ranks: int, nodes: int = 1) -> I64:
@@ -138,10 +176,7 @@ def settle(present: npt.ArrayLike, wanted: npt.ArrayLike, ranks: int, nodes: int
     new = np.asarray(wanted, np.int64)
     best: I64 | None = None
     for order in (_match(old, new, ranks, nodes), np.arange(ranks)):  # greedy matching is not always the better one
-        shares = new.reshape(ranks, -1)[order]
-        settled = np.concatenate(
-            [_keep(a, b) for a, b in zip(old.reshape(ranks, -1), shares, strict=True)], dtype=np.int64
-        )
+        settled = _kept(old, new.reshape(ranks, -1)[order], ranks)
         if best is None or np.count_nonzero(settled != old) < np.count_nonzero(best != old):
             best = settled
     assert best is not None
@@ -183,18 +218,18 @@ def _pair(overlap: I64) -> I64:
     return chosen
 
 
-def _keep(old: I64, new: I64) -> I64:
-    """`new` in the order in which as many slots as possible hold what they hold in `old`."""
-    coming = new.tolist()
-    slots: list[int | None] = []
-    for expert in old.tolist():
-        if expert in coming:
-            coming.remove(expert)
-            slots.append(expert)
-        else:
-            slots.append(None)
-    rest = iter(coming)
-    return np.array([next(rest) if expert is None else expert for expert in slots], np.int64)
+def _kept(old: I64, new: I64, ranks: int) -> I64:
+    """[P]: `new` with the slots of each rank in the order in which as many as possible hold what they hold in `old`."""
+    kept: list[int | None] = []
+    for before, coming in zip(old.reshape(ranks, -1).tolist(), new.reshape(ranks, -1).tolist(), strict=True):
+        slots: list[int | None] = []
+        for expert in before:
+            stays = expert in coming
+            slots.append(expert if stays else None)
+            if stays:
+                coming.remove(expert)
+        kept += [coming.pop(0) if expert is None else expert for expert in slots]
+    return np.array(kept, np.int64)
 
 
 def rank_loads(loads: F64, placement: I64, ranks: int) -> F64:
@@ -297,7 +332,7 @@ class Rebalancer:
         self._evidence = 0.0  # pairs a layer since the last plan
         self._planned = -math.inf
         self._reported = -math.inf
-        self._wanted: list[tuple[int, I64]] = []  # layers to move, the last one next
+        self._wanted: list[tuple[int, F64, I64]] = []  # layers to move, the last one next: loads, a placement for them
         self._next: Move | None = None
 
     # -- plans
@@ -359,16 +394,25 @@ class Rebalancer:
             wanted = rebalance(loads[above], self.placement.shape[1], self._ranks, self._groups, self._nodes)
             gain = before[above] - balance_ratio(loads[above], wanted, self._ranks)
             worth = gain > before[above] * max(self._policy.threshold - 1, _NOISE) / 4
-            self._wanted = [(int(above[i]), wanted[i]) for i in np.argsort(gain, kind="stable") if worth[i]]
+            order = np.argsort(gain, kind="stable")
+            self._wanted = [(int(above[i]), loads[above[i]], wanted[i]) for i in order if worth[i]]
             self.plans += bool(self._wanted)
         self._prepare()
 
     def _prepare(self) -> None:
         self._next = None
         while self._wanted and self._next is None:
-            layer, wanted = self._wanted[-1]
-            settled = settle(self.placement[layer], wanted, self._ranks, self._nodes)
-            if (settled != self.placement[layer]).any():
-                self._next = Move(layer, tuple(settled.tolist()))
+            layer, loads, wanted = self._wanted[-1]
+            placed = self._nearest(self.placement[layer], loads, wanted)
+            if (placed != self.placement[layer]).any():
+                self._next = Move(layer, tuple(placed.tolist()))
             else:
                 self._wanted.pop()
+
+    def _nearest(self, present: I64, loads: F64, wanted: I64) -> I64:
+        """A placement about as even as `wanted` that moves few experts away from `present`."""
+        amended = None
+        if self._nodes == 1:  # swaps know no groups
+            heaviest = rank_loads(loads[None], wanted[None], self._ranks).max()
+            amended = amend(loads, present, self._ranks, enough=float(heaviest) * (1 + _ALIKE))
+        return settle(present, wanted, self._ranks, self._nodes) if amended is None else amended

@@ -21,6 +21,7 @@ from lockstep_scheduler.eplb import (
     LoadSums,
     Move,
     Rebalancer,
+    amend,
     balance_ratio,
     rank_loads,
     rebalance,
@@ -183,6 +184,56 @@ def test_rank_loads_share_an_expert_over_its_slots(problem: tuple[F64, int, int,
     for layer, held, found in zip(loads, placement, rank_loads(loads, placement, ranks), strict=True):
         expected = [sum(layer[e] / (held == e).sum() for e in part) for part in held.reshape(ranks, -1)]
         assert found == pytest.approx(np.array(expected))
+
+
+# -- amending -----------------------------------------------------------------------------------------------------------
+
+
+def present_of(loads: F64, slots: int, ranks: int) -> I64:
+    return initial_placement(loads.shape[1], slots, ranks).astype(np.int64)
+
+
+@given(problems(), st.floats(1, 1.5))
+def test_an_amended_placement_keeps_its_promise(problem: tuple[F64, int, int, int, int], slack: float) -> None:
+    loads, slots, ranks, _, _ = problem
+    present = present_of(loads, slots, ranks)
+    fresh = rebalance(loads, slots, ranks)
+    enough = rank_loads(loads, fresh, ranks)[0].max() * slack + 1e-6
+    amended = amend(loads[0], present, ranks, float(enough))
+    if amended is None:
+        return
+    assert rank_loads(loads[:1], amended[None], ranks).max() <= enough + 1e-6
+    np.testing.assert_array_equal(
+        np.bincount(amended, minlength=loads.shape[1]), np.bincount(fresh[0], minlength=loads.shape[1])
+    )
+
+
+def test_what_is_even_enough_stays() -> None:
+    loads = np.array([5.0, 5, 4, 4, 5, 5, 4, 4])
+    assert amend(loads, np.arange(8), 4, enough=10.0).tolist() == list(range(8))  # type: ignore[union-attr]
+    swapped = amend(loads, np.arange(8), 4, enough=9.5)
+    assert swapped is not None and np.count_nonzero(swapped != np.arange(8)) == 4
+    assert amend(loads, np.arange(8), 4, enough=8.9) is None, "nobody can have less than the mean"
+
+
+def test_amending_moves_far_fewer_experts_than_planning_anew() -> None:
+    """256 experts in 288 slots on 32 ranks, from the initial placement and then as loads drift."""
+    random = np.random.default_rng(0)
+    loads = np.stack([random.permutation(1e6 / np.arange(1, 257)) for _ in range(4)])
+    present = np.tile(present_of(loads, 288, 32), (4, 1))
+    for _ in range(3):
+        fresh = rebalance(loads, 288, 32)
+        heaviest = rank_loads(loads, fresh, 32).max(1)
+        moved, anew = 0, 0
+        for layer in range(4):
+            amended = amend(loads[layer], present[layer], 32, float(heaviest[layer]) * 1.01)
+            assert amended is not None
+            moved += np.count_nonzero(amended != present[layer])
+            anew += np.count_nonzero(settle(present[layer], fresh[layer], 32) != present[layer])
+            present[layer] = amended
+        assert moved < anew / 2
+        assert balance_ratio(loads, present, 32).max() < 1.02
+        loads *= random.lognormal(0, 0.15, loads.shape)
 
 
 # -- settling -----------------------------------------------------------------------------------------------------------

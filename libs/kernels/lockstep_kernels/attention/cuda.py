@@ -122,7 +122,7 @@ def prepare(
         tiling = tiling or choose_tiling(head_dim, dtype, batch.block_size)
         if batch.query_starts is not None:
             return _plan_captured_prefill(batch, batch.query_starts, group, tiling)
-        dense = new_kv and not deterministic and _cudnn_takes(dtype, head_dim)
+        dense = new_kv and batch.causal and not deterministic and _cudnn_takes(dtype, head_dim)
         return _plan_prefill(batch, group, device, dense, tiling)
     split = split or choose_split(head_dim, dtype, device, deterministic)
     return _plan_decode(batch, batch.lens, group, kv_heads, head_dim, split)
@@ -140,13 +140,13 @@ def attention(
 ) -> torch.Tensor:
     """See the public function."""
     tokens, heads, width = q.shape
-    if lse is not None:
-        raise ValueError("attention on CUDA does not give the log-sum-exp yet")
     if q.stride()[1:] != (width, 1) or (out is not None and out.stride(1) != 1) or not cache.is_contiguous():
         raise ValueError("heads of q and rows of out must be contiguous, and the whole cache")
     if isinstance(plan, PrefillPlan) and plan.dense:
         if new_kv is None:
             raise ValueError("the pass was prepared for new keys and values as given, and they are not given")
+        if lse is not None:
+            raise ValueError("there is no log-sum-exp of a pass that was prepared for new keys and values as given")
         mixed = [_dense(part.of(q), part.of(new_kv[0]), part.of(new_kv[1]), scale) for part in plan.dense]
         if out is None and mixed[0].numel() == q.numel():
             return mixed[0].reshape(tokens, heads * width)
@@ -156,9 +156,9 @@ def attention(
     elif out is None:
         out = q.new_empty(tokens, heads * width)
     if isinstance(plan, DecodePlan):
-        _launch_decode(q, cache, plan, scale, out, kv_scale)
+        _launch_decode(q, cache, plan, scale, out, kv_scale, lse)
     elif len(plan.tasks):
-        _launch_prefill(q, cache, plan, scale, out, kv_scale)
+        _launch_prefill(q, cache, plan, scale, out, kv_scale, lse)
     return out
 
 
@@ -241,7 +241,13 @@ def _plan_decode(
 
 
 def _launch_decode(
-    q: torch.Tensor, cache: torch.Tensor, plan: DecodePlan, scale: float, out: torch.Tensor, kv_scale: Scales
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    plan: DecodePlan,
+    scale: float,
+    out: torch.Tensor,
+    kv_scale: Scales,
+    lse: torch.Tensor | None,
 ) -> None:
     k_scale, v_scale = kv_scale or (None, None)
     table = plan.batch.block_table
@@ -257,6 +263,7 @@ def _launch_decode(
         plan.stats,
         k_scale,
         v_scale,
+        lse,
         table.shape[0],
         scale * math.log2(math.e),
         q.stride(0),
@@ -274,7 +281,8 @@ def _plan_prefill(batch: PagedBatch, group: int, device: torch.device, dense: bo
     first = 0
     for sequence, (new, total) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
         for start in range(done.get(first, 0), new, each):
-            tasks.append((first + start, total - new + start, min(each, new - start), sequence))
+            position = total - new + start if batch.causal else total
+            tasks.append((first + start, position, min(each, new - start), sequence))
         first += new
     tasks.sort(key=lambda task: -task[1])
     listed = torch.tensor(tasks, dtype=torch.int32).view(len(tasks), 4)
@@ -328,7 +336,13 @@ def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> t
 
 
 def _launch_prefill(
-    q: torch.Tensor, cache: torch.Tensor, plan: PrefillPlan, scale: float, out: torch.Tensor, kv_scale: Scales
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    plan: PrefillPlan,
+    scale: float,
+    out: torch.Tensor,
+    kv_scale: Scales,
+    lse: torch.Tensor | None,
 ) -> None:
     k_scale, v_scale = kv_scale or (None, None)
     table, tiling = plan.batch.block_table, plan.tiling
@@ -343,6 +357,7 @@ def _launch_prefill(
         plan.tasks,
         k_scale,
         v_scale,
+        lse,
         scale * math.log2(math.e),
         q.stride(0),
         out.stride(0),
@@ -356,6 +371,7 @@ def _launch_prefill(
         TILE=tiling.keys,
         PARTS=tiling.parts,
         DESCRIBED=tiling.described,
+        CAUSAL=plan.batch.causal,
         STAGES=tiling.stages,
         PDL=dependent.supported(q.device),
         launch_pdl=dependent.supported(q.device),

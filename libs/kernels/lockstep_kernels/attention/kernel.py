@@ -18,6 +18,7 @@ import triton.language as tl
 from lockstep_kernels.dependent import release, wait
 
 MANY = tl.constexpr(64)  # parts of a pair whose weights are compared at a time
+LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1.0e30)  # below every score, and finite: the difference of two is not NaN
 
 
@@ -242,7 +243,8 @@ def _merge(
     COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The result [ROWS, COLUMNS] of `parts` partial ones, in slots first, then later, later + step, .. : CHUNK at a time."""
+    """The result [ROWS, COLUMNS] of `parts` partial ones, in slots first, then later, later + step, .. : CHUNK at a time; and
+    the log-sum-exp [ROWS]."""
     rows, columns, chunk = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, CHUNK)
     wanted = (rows < GROUP)[:, None] & (columns < D)[None, :]
     many = tl.arange(0, MANY)
@@ -261,7 +263,7 @@ def _merge(
         there = (part < parts)[:, None, None] & wanted[None, :, :]
         values = tl.load(at, mask=there, other=0.0, cache_modifier=".cg")
         result += tl.sum(values * tl.exp2(maxima - highest[None, :])[:, :, None], 0)
-    return result / tl.where(weight == 0.0, 1.0, weight)[:, None]
+    return result / tl.where(weight == 0.0, 1.0, weight)[:, None], (highest + tl.log2(weight)) * LN2
 
 
 @triton.jit(do_not_specialize=["count", "table_stride"])
@@ -277,6 +279,7 @@ def decode_kernel(
     stats,  # workspace [slots, 2, GROUP] float32: highest score, sum of weights
     k_scale,
     v_scale,  # [KV_HEADS] float32 that a cache of 8 bits is multiplied by, or None
+    lse,  # out [count, KV_HEADS * GROUP] float32 (natural), or None
     count,
     scale,
     q_stride,
@@ -357,6 +360,9 @@ def decode_kernel(
         if taken == units:
             mixed = result / tl.where(total == 0.0, 1.0, total)[:, None]
             tl.store(out_row + here, mixed.to(out.dtype.element_ty), mask=inside)
+            if lse is not None:
+                lse_at = lse + (sequence.to(tl.int64) * KV_HEADS + head) * GROUP + rows
+                tl.store(lse_at, (highest + tl.log2(total)) * LN2, mask=rows < GROUP)
         else:
             pair = earlier + head * units  # its first unit among all
             if FIXED:
@@ -373,11 +379,14 @@ def decode_kernel(
             counter = arrived + sequence * KV_HEADS + head
             if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
                 step = 1 if FIXED else 2
-                mixed = _merge(sums, stats, first, parts, step, later, GROUP, D, FEW_ROWS, COLUMNS, CHUNK)
+                mixed, mixed_lse = _merge(sums, stats, first, parts, step, later, GROUP, D, FEW_ROWS, COLUMNS, CHUNK)
                 few = tl.arange(0, FEW_ROWS)
                 few_inside = (few < GROUP)[:, None] & (columns < D)[None, :]
                 few_at = out_row + few[:, None] * D + columns[None, :]
                 tl.store(few_at, mixed.to(out.dtype.element_ty), mask=few_inside)
+                if lse is not None:
+                    few_lse = lse + (sequence.to(tl.int64) * KV_HEADS + head) * GROUP + few
+                    tl.store(few_lse, mixed_lse, mask=few < GROUP)
                 tl.store(counter, 0)
         left -= taken
         unit += taken
@@ -507,7 +516,8 @@ def prefill_kernel(
     table,  # [B, W]
     tasks,  # [n, 4] int32: first token, its position in its sequence, tokens (or 0: nothing to do), sequence
     k_scale,
-    v_scale,  # as in `decode_kernel`
+    v_scale,
+    lse,  # as in `decode_kernel`
     scale,
     q_stride,
     out_stride,
@@ -521,10 +531,12 @@ def prefill_kernel(
     TILE: tl.constexpr,
     PARTS: tl.constexpr,  # tiles whose softmax is brought up to date at once
     DESCRIBED: tl.constexpr,
+    CAUSAL: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Neighbouring tokens of a sequence, for one key/value head, against all keys up to each of them."""
+    """Neighbouring tokens of a sequence, for one key/value head, against all keys up to each of them. Not CAUSAL: against all
+    keys, of which a task has the number in place of its position."""
     release(PDL)
     wait(PDL)
     task, head = tasks + tl.program_id(0) // KV_HEADS * 4, tl.program_id(0) % KV_HEADS
@@ -538,10 +550,16 @@ def prefill_kernel(
     at = (token + ahead).to(tl.int64)[:, None]
     queries = tl.load(q + at * q_stride + within, mask=inside, other=0.0)
     own_table = table + sequence.to(tl.int64) * table_stride
-    end = position + tokens  # 0 for rows that belong to no sequence
-    last = tl.maximum(end - 1, 0)
-    visible = tl.minimum(position + ahead, last)
-    whole = tl.maximum(position + 1, 0) // (PARTS * TILE)  # every row sees all of these
+    if CAUSAL:
+        end = position + tokens  # 0 for rows that belong to no sequence
+        last = tl.maximum(end - 1, 0)
+        visible = tl.minimum(position + ahead, last)
+        whole = tl.maximum(position + 1, 0) // (PARTS * TILE)  # every row sees all of these
+    else:
+        end = position
+        last = tl.maximum(end - 1, 0)
+        visible = tl.minimum(position + ahead, last)
+        whole = position // (PARTS * TILE)
     key_scale = scale if k_scale is None else scale * tl.load(k_scale + head)
     highest = tl.full((ROWS,), LOWEST, tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
@@ -558,3 +576,6 @@ def prefill_kernel(
         result *= tl.load(v_scale + head)
     result /= tl.where(weight == 0.0, 1.0, weight)[:, None]
     tl.store(out + at * out_stride + within, result.to(out.dtype.element_ty), mask=inside)
+    if lse is not None:
+        lse_at = lse + ((token + ahead).to(tl.int64) * KV_HEADS + head) * GROUP + rows % GROUP
+        tl.store(lse_at, (highest + tl.log2(weight)) * LN2, mask=ahead < tokens)

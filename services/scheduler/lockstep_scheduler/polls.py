@@ -5,12 +5,12 @@ are not plans: `park` takes a round and no seq. After `park` the next round is o
 has something to say; then all others are called. As sleeping itself is a numbered agreement that every shard has taken part in,
 new work and sleep cannot cross: work that came after a shard's vote is voted on in the next round.
 
-With one scheduler the round is a call of `agree` (`Alone`). With several shards the coordinator, shard 0, keeps a `Tally`.
+With one scheduler the round is a call of `agree` (`Alone`). With several shards shard 0 is the `Coordinator` and keeps a `Tally`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -121,9 +121,13 @@ class Tally:
         return self._decide(now)
 
     @property
+    def shards(self) -> int:
+        return len(self._ranks)
+
+    @property
     def missing(self) -> list[int]:
         """Shards whose ballot the open round lacks."""
-        return [shard for shard in range(len(self._ranks)) if shard not in self.round.ballots]
+        return [shard for shard in range(self.shards) if shard not in self.round.ballots]
 
     def waited(self, number: int, shard: int) -> float:
         """Seconds that a decided round's header was kept from a shard by the ballots of others."""
@@ -158,3 +162,52 @@ class Tally:
         self.asleep = header.kind is Kind.PARK
         self.round = Round(done.number + 1)
         return header
+
+
+class Coordinator:
+    """The polls of shard 0: counts its own ballots and those that `receive` brings, and tells every shard the header.
+
+    `tell(shard, round, header, waited)` carries a header to a shard, or with None the call to vote in that round. It must keep
+    the order of what it is given for one shard.
+    """
+
+    def __init__(self, tally: Tally, tell: Callable[[int, int, Header | None, float], None]) -> None:
+        self.tally = tally
+        self._tell = tell
+
+    @property
+    def turnaround(self) -> float:
+        return self.tally.longest_turnaround
+
+    def cast(self, ballot: Ballot, position: Position, rules: Rules | None, now: float) -> Header | None:
+        header = self.tally.cast(0, ballot, now, position, rules)
+        if header is not None:
+            self._spread(ballot.round, header)
+        else:
+            self._call(ballot.round)
+        return header
+
+    def receive(self, shard: int, ballot: Ballot, now: float) -> None:
+        """A ballot of another shard. Conflict: see `Tally.cast`."""
+        repeat = ballot.round < self.tally.round.number
+        header = self.tally.cast(shard, ballot, now)
+        if header is None:
+            self._call(ballot.round)
+        elif repeat:
+            self._tell(shard, ballot.round, header, self.tally.waited(ballot.round, shard))
+        else:
+            self._spread(ballot.round, header)
+            self._tell(0, ballot.round, header, self.tally.waited(ballot.round, 0))
+
+    def overdue(self, now: float) -> LockstepError | None:
+        return self.tally.overdue(now)
+
+    def _spread(self, number: int, header: Header) -> None:
+        for shard in range(1, self.tally.shards):
+            self._tell(shard, number, header, self.tally.waited(number, shard))
+
+    def _call(self, number: int) -> None:
+        """Wakes the shards that sleep, with the first ballot of a round."""
+        if self.tally.asleep and len(self.tally.round.ballots) == 1:
+            for shard in reversed(self.tally.missing):  # this one's own loop last: it votes at once
+                self._tell(shard, number, None, 0.0)

@@ -1,10 +1,13 @@
-"""A whole engine group in one thread and simulated time: the real step loop over scripted workers that check every plan."""
+"""A whole engine group in one thread and simulated time: the real step loops over scripted workers that check every plan.
+
+With several shards their ballots and headers are on their way for a random while.
+"""
 
 from __future__ import annotations
 
 import random
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,7 +29,9 @@ from lockstep_scheduler import plan
 from lockstep_scheduler.booking import EventBatch
 from lockstep_scheduler.ledger import NoLedger
 from lockstep_scheduler.loop import Group, Settings, StepLoop
+from lockstep_scheduler.polls import Ballot, Coordinator, Tally, divide
 from lockstep_scheduler.request import End, Request
+from lockstep_scheduler.vote import Position, Rules
 from lockstep_worker.protocol import StepResult, steps_of
 from tests.scripted_worker import Script, ScriptedEngine, toy_output
 
@@ -47,14 +52,44 @@ class Received:
     largest_gap: float = 0.0
 
 
+@dataclass
+class ShardWorkers:
+    """The workers of one shard, as its loop sees them."""
+
+    simulation: Simulation
+    shard: int
+
+    def send(self, header: Header, bodies: Sequence[Body]) -> None:
+        self.simulation.accept(self.shard, header, bodies)
+
+
+@dataclass
+class FarPolls:
+    """The polls of a shard that is not the coordinator: its ballots take their time."""
+
+    simulation: Simulation
+    shard: int
+    turnaround = 0.0
+
+    def cast(self, ballot: Ballot, position: Position, rules: Rules | None, now: float) -> None:
+        assert rules is None
+        sim, shard = self.simulation, self.shard
+        sim.up[shard].append(lambda: sim.coordinator.receive(shard, ballot, sim.clock.now()))
+
+    def overdue(self, now: float) -> None:
+        return None
+
+
 class Simulation:
-    """`dp` scripted workers in lockstep. One `turn` runs one step of one worker, chosen by the random source, and may deliver
-    its outcome; invariants are asserted after every plan."""
+    """`dp` scripted workers in lockstep. One `turn` runs one step of one worker, or delivers a message between shards, chosen by
+    the random source, and may deliver an outcome; invariants are asserted after every plan."""
 
     def __init__(
         self,
         *,
         dp: int = 1,
+        shards: int = 1,
+        prompt_delivery: float = 0.5,
         num_blocks: int = 64,
         block_size: int = 4,
         max_rows: int = 8,
@@ -71,14 +106,9 @@ class Simulation:
         self.random = random.Random(seed)
         self.received: dict[tuple[int, int], Received] = defaultdict(Received)
         self.scores: dict[int, PromptScores] = {}  # of prompts, by handle
-        self.headers: list[Header] = []
-        self.bodies: list[list[Body]] = []
         self.vocab_size = vocab_size
         self._step_seconds = step_seconds
         self._max_model_len = max_model_len
-        self._queues: list[deque[Plan]] = [deque() for _ in range(dp)]
-        self._running: list[tuple[Plan, Iterator[StepResult], int] | None] = [None] * dp
-        self._unsent: list[list[StepResult]] = [[] for _ in range(dp)]
         self._handles = 0
         self.engines = [
             ScriptedEngine(
@@ -93,31 +123,78 @@ class Simulation:
             )
             for _ in range(dp)
         ]
-        self.loop = StepLoop(Settings(**(defaults | settings)), self.clock, NoLedger(), self._emit)  # type: ignore[arg-type]
+        self.ranks = divide(dp, shards)
+        self.loops = [
+            StepLoop(Settings(**(defaults | settings)), self.clock, NoLedger(), self._emit) for _ in self.ranks
+        ]  # type: ignore[arg-type]
+        self.loop = self.loops[0]
+        self._max_rows, self._context = max_rows, min(max_model_len, (num_blocks - 1) * block_size)
+        self._prompt_delivery = prompt_delivery
+        self.form(1)
+
+    def form(self, epoch: int) -> None:
+        """Starts all shards under a new epoch; nothing of the one before is left."""
+        dp, places = len(self.engines), len(self.loops)
+        self.headers: list[Header] = []
+        self.bodies: list[list[Body]] = []
+        self._queues: list[deque[Plan]] = [deque() for _ in range(dp)]
+        self._accepted = [0] * dp
+        self._running: list[tuple[Plan, Iterator[StepResult], int] | None] = [None] * dp
+        self._unsent: list[list[StepResult]] = [[] for _ in range(dp)]
+        self.up: list[deque[Callable[[], None]]] = [deque() for _ in range(places)]
+        self.down: list[deque[Callable[[], None]]] = [deque() for _ in range(places)]
         facts = [
-            engine.configure(GroupConfig(1, 1, i, i, 0, dp, 1, "", 0, max_rows, max_model_len, 32, 8, 0))
+            engine.configure(
+                GroupConfig(epoch, 1, i, i, 0, dp, 1, "", 0, self._max_rows, self._max_model_len, 32, 8, 0)
+            )
             for i, engine in enumerate(self.engines)
         ]
-        self.loop.start(Group(1, 1, dp, facts[0], max_rows, min(max_model_len, (num_blocks - 1) * block_size)), self)
+        self.coordinator = Coordinator(Tally(self.ranks, [f"shard {i}" for i in range(places)], 60.0), self._tell)
+        for shard, (loop, ranks) in enumerate(zip(self.loops, self.ranks, strict=True)):
+            group = Group(epoch, 1, dp, facts[0], self._max_rows, self._context, ranks=ranks)
+            polls = None if places == 1 else FarPolls(self, shard) if shard else self.coordinator
+            loop.start(group, ShardWorkers(self, shard), polls)
 
-    # -- the workers, as the loop sees them
+    # -- the shards to each other
 
-    def send(self, header: Header, bodies: Sequence[Body]) -> None:
-        self.headers.append(header)
-        self.bodies.append(list(bodies))
-        plan.check(self.loop.ranks, self.loop.slots, self.loop.limits)
-        for queue, body in zip(self._queues, bodies, strict=True):
-            queue.append(Plan(header, body))
-            assert len(queue) <= 2, "more than one plan waits behind the running one"
+    def _tell(self, shard: int, number: int, header: Header | None, waited: float) -> None:
+        loop = self.loops[shard]
+        message = (lambda: loop.call(number)) if header is None else (lambda: loop.on_header(number, header, waited))
+        if shard:
+            self.down[shard].append(message)
+        else:
+            message()
+
+    # -- the workers, as the loops see them
+
+    def accept(self, shard: int, header: Header, bodies: Sequence[Body]) -> None:
+        loop = self.loops[shard]
+        plan.check(loop.ranks, loop.slots, loop.limits)
+        if header.seq > len(self.headers):
+            assert header.seq == len(self.headers) + 1
+            self.headers.append(header)
+            self.bodies.append([Body(0, 0)] * len(self.engines))
+        assert self.headers[header.seq - 1] == header, "the shards send different headers"
+        for rank, body in zip(self.ranks[shard], bodies, strict=True):
+            self.bodies[header.seq - 1][rank] = body
+            self._queues[rank].append(Plan(header, body))
+            self._accepted[rank] += 1
+            assert self._accepted[rank] == header.seq
+            assert len(self._queues[rank]) <= 2, "more than one plan waits behind the running one"
+            assert sum(int(p.counts.sum()) for p in body.passes) <= sum(header.micro_chunks), (
+                "more than the header says"
+            )
+            assert max(len(body.rows), *(len(p.rows) for p in body.passes), 0) <= header.row_bucket
 
     def turn(self) -> bool:
-        """One step of one worker; False if nothing runs anywhere."""
-        busy = [i for i in range(len(self.engines)) if self._running[i] or self._queues[i]]
-        if not busy:
+        """One step of one worker, or one message; False if nothing runs anywhere and nothing is under way."""
+        mail = [box for box in (*self.up, *self.down) if box]
+        behind = self._behind()
+        if mail and (not behind or self.random.random() < self._prompt_delivery):
+            self.random.choice(mail).popleft()()
+            return True
+        if not behind:
             return False
-        # in lockstep: the ranks that are behind go first
-        progress = {i: self._at(i) for i in busy}
-        behind = [i for i in busy if progress[i] == min(progress.values())]
         rank = self.random.choice(behind)
         if self._running[rank] is None:
             started = self._queues[rank].popleft()
@@ -136,32 +213,43 @@ class Simulation:
             self._deliver(rank, running, done, last)
         return True
 
+    def _behind(self) -> list[int]:
+        """In lockstep: the ranks that are behind go first, and nobody goes where somebody has no plan yet."""
+        busy = [i for i in range(len(self.engines)) if self._running[i] or self._queues[i]]
+        if not busy:
+            return []
+        progress = {i: self._at(i) for i in busy}
+        first = min(progress.values())
+        return [i for i in busy if progress[i] == first] if first[0] <= min(self._accepted) else []
+
     def run(self, turns: int = 100_000) -> None:
         """Until nothing runs and nothing waits; AssertionError if that does not happen within so many turns."""
         for _ in range(turns):
             if not self.turn():
-                self.loop.tick()
+                for loop in self.loops:
+                    loop.tick()
                 if not self.turn():
                     break
         else:
-            raise AssertionError(
-                f"not idle after {turns} turns: {self.loop.running} running, {len(self.loop.waiting)} waiting"
-            )
-        assert self.loop.unfinished == 0, "idle with unfinished requests"
+            running, waiting = sum(x.running for x in self.loops), sum(len(x.waiting) for x in self.loops)
+            raise AssertionError(f"not idle after {turns} turns: {running} running, {waiting} waiting")
+        assert all(loop.unfinished == 0 for loop in self.loops), "idle with unfinished requests"
         self.check_idle()
 
     def check_idle(self) -> None:
         """Nothing runs: every row and block is given back, and nothing is remembered by a slot."""
-        plan.check(self.loop.ranks, self.loop.slots, self.loop.limits)
-        for rank in self.loop.ranks:
-            assert rank.pool.owned == 0 and rank.rows_in_use == 0 and not rank.closing
-        assert self.loop.slots.used == 0
+        for loop in self.loops:
+            plan.check(loop.ranks, loop.slots, loop.limits)
+            for rank in loop.ranks:
+                assert rank.pool.owned == 0 and rank.rows_in_use == 0 and not rank.closing
+            assert loop.slots.used == 0
+        assert set(self._accepted) == {len(self.headers)}, "a rank missed a plan"
 
     # -- requests
 
-    def submit(self, prompt: Sequence[int], *, n: int = 1, priority: int = 0, salt: str = "", advance: bool = True, **sampling: object) -> Request:  # fmt: skip
+    def submit(self, prompt: Sequence[int], *, n: int = 1, priority: int = 0, salt: str = "", advance: bool = True, shard: int = 0, **sampling: object) -> Request:  # fmt: skip
         self._handles += 1
-        request = self.loop.submit(
+        request = self.loops[shard].submit(
             request_id=f"r{self._handles}",
             session=1,
             handle=self._handles,
@@ -172,7 +260,7 @@ class Simulation:
             salt=salt,
         )
         if advance:
-            self.loop.advance()
+            self.loops[shard].advance()
         return request
 
     def expected(self, request: Request, choice: int = 0) -> list[int]:
@@ -211,7 +299,8 @@ class Simulation:
         logprobs = [
             r.logprobs if r.logprobs is not None else np.full(len(r.words), np.nan, np.float32) for r in results
         ]
-        self.loop.on_outcome(
+        shard = next(i for i, ranks in enumerate(self.ranks) if rank in ranks)
+        self.loops[shard].on_outcome(
             PlanOutcome(
                 epoch=running.header.epoch,
                 seq=running.header.seq,

@@ -383,25 +383,12 @@ def test_losing_the_group_ends_what_had_progress_and_keeps_what_waits() -> None:
     running, queued = sim.submit(prompt(4), max_tokens=50), sim.submit(prompt(5), max_tokens=5)
     for _ in range(6):
         sim.turn()
-    group = sim.loop.group
     sim.loop.stop(LockstepError("worker 0 is gone"))
     assert sim.got(running).end is End.ERROR and sim.got(running).error == "worker 0 is gone"
     assert sim.got(queued).ends == 0
-    fresh = Simulation(max_rows=1)
-    for queue in sim._queues:
-        queue.clear()
-    sim._running, sim._unsent = fresh._running, fresh._unsent
-    for engine in sim.engines:
-        engine.configure(_config(group))
-    sim.loop.start(group, sim)  # type: ignore[arg-type]
+    sim.form(2)
     sim.run()
     sim.check_answers([queued])
-
-
-def _config(group: object) -> object:
-    from lockstep_common.steps import GroupConfig
-
-    return GroupConfig(2, 1, 0, 0, 0, 1, 1, "", 0, 1, 128, 32, 8, 0)
 
 
 def test_a_broken_session_is_resumed_from_its_offset() -> None:

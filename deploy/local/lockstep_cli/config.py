@@ -51,6 +51,14 @@ class UpConfig:
     vote_interval_ms: float = setting(
         0.0, "how often running requests make room for waiting ones (0: 40, on a CPU 160)", metavar="MS"
     )
+    enable_eplb: bool = setting(
+        False, "move routed experts between workers while they serve, so that all have the same load"
+    )
+    eplb_window: int = setting(1000, "steps in which what is known of an expert's load fades to a third", metavar="N")
+    eplb_interval_s: float = setting(60.0, "between two plans of where experts lie", metavar="SECONDS")
+    eplb_threshold: float = setting(
+        1.1, "heaviest worker's load over the mean above which a layer's experts move", metavar="RATIO"
+    )
     seed: int = setting(-1, "of the generator that gives requests without a seed theirs; -1: a random one", metavar="N")
     redis_url: str = setting("", "redis://..., or none (default: a private Valkey)", metavar="URL")
     host: str = setting("127.0.0.1", "address to listen on")
@@ -74,6 +82,9 @@ class UpConfig:
             self._check(name, at_least=0)
         if self.vote_interval_ms < 0:
             raise ConfigError(f"--vote-interval-ms {self.vote_interval_ms}: must not be negative")
+        self._check("eplb_window", at_least=1)
+        self._check("eplb_interval_s", at_least=0)
+        self._check("eplb_threshold", at_least=1)
         if self.redis_url and self.redis_url != "none" and "://" not in self.redis_url:
             raise ConfigError(f"--redis-url {self.redis_url!r}: expected a URL such as redis://host:6379/0, or none")
         if self.port == self.grpc_port and self.port != 0:

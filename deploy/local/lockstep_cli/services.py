@@ -78,7 +78,10 @@ def has_routed_experts(directory: Path) -> bool:
 
 def compose(config: UpConfig, directory: Path, machine: Machine, token: str) -> tuple[Service, ...]:
     """All processes in the order in which they are started. `token` is what the services show each other."""
-    found = groups(config, has_routed_experts(directory))
+    experts = has_routed_experts(directory)
+    if config.enable_eplb and not experts:
+        raise ConfigError(f"--enable-eplb: {model_name(config, directory)} has no routed experts that could move")
+    found = groups(config, experts)
     count = config.dp * config.cp
     addresses = [f"{LOOPBACK}:{port}" for port in machine.ports]
     workers, schedulers = addresses[:count], addresses[count : count + len(found)]
@@ -132,12 +135,24 @@ def _scheduler(
         "max-model-len": config.max_model_len,
         "max-num-batched-tokens": config.max_num_batched_tokens,
         "vote-interval-ms": config.vote_interval_ms,
+        **_eplb(config),
         "redis-url": redis_url,
         "shard-id": f"shard-{shard}",
         "model": model,
     }
     env = {"LOCKSTEP_SCHEDULER_INTERNAL_TOKEN": token}
     return _python(Role.SCHEDULER, f"scheduler-{shard}", "lockstep_scheduler", address, options, config, env)
+
+
+def _eplb(config: UpConfig) -> dict[str, object]:
+    if not config.enable_eplb:
+        return {}
+    return {
+        "enable-eplb": True,
+        "eplb-window": config.eplb_window,
+        "eplb-interval-s": config.eplb_interval_s,
+        "eplb-threshold": config.eplb_threshold,
+    }
 
 
 def _router(
@@ -167,5 +182,5 @@ def _python(
 ) -> Service:
     host, _, port = address.rpartition(":")
     options = {"host": host, "port": port, "log-level": config.log_level, **options}
-    flags = [f"--{key}={value}" for key, value in options.items()]
+    flags = [f"--{key}" if value is True else f"--{key}={value}" for key, value in options.items()]
     return Service(name, role, (sys.executable, "-m", module, *flags), address, env)

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep_common.clock import Clock
-from lockstep_common.errors import Conflict, DeadlineExceeded, LockstepError, Overloaded, Unavailable
+from lockstep_common.errors import ConfigError, Conflict, DeadlineExceeded, LockstepError, Overloaded, Unavailable
 from lockstep_common.steps import U32, Body, Header, Kind, PlanOutcome, Sampling
 from lockstep_scheduler import admission, plan
 from lockstep_scheduler.booking import Booked, EventBatch, book, events, scores_event
@@ -351,6 +351,10 @@ class StepLoop:
         self.advance()
 
     def _rebalancer(self, group: Group) -> Rebalancer | None:
+        if not group.facts.moe_layers and self.settings.eplb.enabled:
+            raise ConfigError(
+                "--enable-eplb: the workers count no loads of routed experts, so there is nothing to move"
+            )
         if not group.facts.moe_layers or group.ranks.start:
             return None
         return Rebalancer(group.facts, group.dp * group.cp, group.dp, self.settings.eplb)

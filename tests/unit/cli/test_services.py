@@ -92,6 +92,19 @@ def test_workers_of_a_rank_stand_together(tmp_path: Path, dense: Path) -> None:
     assert len(of(services, Role.SCHEDULER)) == 1
 
 
+def test_experts_move_only_where_there_are_some(tmp_path: Path, dense: Path) -> None:
+    (tmp_path / "moe").mkdir()
+    moe = model(tmp_path / "moe", {"num_experts": 8})
+    (scheduler,) = of(
+        compose(UpConfig(dp=2, enable_eplb=True, eplb_interval_s=5), moe, machine(2), "s"), Role.SCHEDULER
+    )
+    assert "--enable-eplb" in scheduler.command and flag(scheduler, "eplb-interval-s") == "5"
+    (scheduler,) = of(compose(UpConfig(dp=2), moe, machine(2), "s"), Role.SCHEDULER)
+    assert not any("eplb" in argument for argument in scheduler.command)
+    with pytest.raises(ConfigError, match="--enable-eplb"):
+        compose(UpConfig(enable_eplb=True), dense, machine(1), "s")
+
+
 def test_experts_inside_a_text_config_and_absent_ones(tmp_path: Path) -> None:
     assert has_routed_experts(model(tmp_path, {"text_config": {"num_experts": 4}}))
     assert not has_routed_experts(model(tmp_path, {"num_experts": None}))

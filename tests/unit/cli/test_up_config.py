@@ -49,6 +49,8 @@ def test_tensor_parallel_says_what_to_use_instead(flag: str, capsys: pytest.Capt
         (["--max-num-seqs", "0"], "--max-num-seqs"),
         (["--max-model-len", "-1"], "--max-model-len"),
         (["--vote-interval-ms", "-1"], "--vote-interval-ms"),
+        (["--eplb-threshold", "0.9"], "--eplb-threshold"),
+        (["--eplb-interval-s", "-1"], "--eplb-interval-s"),
         (["--redis-url", "localhost"], "--redis-url"),
         (["--port", "9", "--grpc-port", "9"], "--grpc-port"),
         (["--lockstep", "never"], "auto, always"),

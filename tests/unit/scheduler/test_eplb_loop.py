@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from lockstep_common.clock import ManualClock
-from lockstep_common.errors import Unavailable
+from lockstep_common.errors import ConfigError, Unavailable
 from lockstep_common.steps import Body, ExpertLoads, GroupConfig, Header, Kind, Plan, PlanOutcome, Sampling
 from lockstep_scheduler.eplb import EplbPolicy
 from lockstep_scheduler.ledger import NoLedger
@@ -137,7 +138,9 @@ def test_a_new_epoch_starts_from_the_initial_placement() -> None:
 
 
 def test_without_routed_experts_nothing_is_asked_for() -> None:
-    workers = Workers(EplbPolicy(enabled=True, evidence=1), layers=0)
+    with pytest.raises(ConfigError, match="--enable-eplb"):
+        Workers(EplbPolicy(enabled=True), layers=0)
+    workers = Workers(EplbPolicy(evidence=1), layers=0)
     workers.submit(4, 200)
     workers.run(30)
     assert workers.loop.experts is None

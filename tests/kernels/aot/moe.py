@@ -41,7 +41,7 @@ def variants() -> Iterator[tuple[str, Callable[[], Any]]]:
         packed = ExpertWeights(count, hidden, width, torch.bfloat16, Stack(gate_up), Stack(down))
         correction = empty(routing.experts, dtype=torch.float32) if routing.scoring == "sigmoid" else None
         for tokens in TOKENS:
-            name = f"{model} T={tokens}"
+            name, kernels = f"{model} T={tokens}", 5 if tokens * chosen > kernel.MANY_PAIRS else 3
             x, logits = empty(tokens, hidden), empty(tokens, routing.experts, dtype=torch.float32)
             ids, weights = empty(tokens, chosen, dtype=torch.int32), empty(tokens, chosen, dtype=torch.float32)
             if tokens <= skinny.MOST_TOKENS:
@@ -50,7 +50,7 @@ def variants() -> Iterator[tuple[str, Callable[[], Any]]]:
                 yield from launches.variants(f"{name} mix", mix, 2)
             else:
                 products = partial(grouped.experts, x, ids, weights, packed, pdl=True)
-                yield from launches.variants(f"{name} experts", products, 3)
+                yield from launches.variants(f"{name} experts", products, kernels)
         for kind in ("rows", "blocks"):
             for tokens in (1, 64, 256, 512, 8192):
                 x = empty(tokens, hidden)
@@ -64,19 +64,21 @@ def variants() -> Iterator[tuple[str, Callable[[], Any]]]:
                     of_8_bits(count, 1, hidden, width, kind),
                 )
                 name = f"{model} e4m3 {kind} T={tokens}"
+                kernels = 5 if tokens * chosen > kernel.MANY_PAIRS else 3
                 if tokens <= skinny.MOST_TOKENS:
                     mix = partial(skinny.mix, x, ids, weights, packed, x, None, pdl=True)
                     yield from launches.variants(f"{name} mix", mix, 2)
                 else:
                     products = partial(grouped.experts, x, ids, weights, packed, pdl=True)
-                    yield from launches.variants(f"{name} experts", products, 3)
+                    yield from launches.variants(f"{name} experts", products, kernels)
         live = empty(tokens, dtype=torch.bool)
         arrived, gate = empty(1, dtype=torch.int32), empty(routing.experts, hidden)
         for tokens in range(1, skinny.MOST_TOKENS + 1):
             few = empty(tokens, hidden), Norm(empty(hidden, dtype=torch.float32), 1e-6), gate, arrived
             choose = partial(skinny.kernel.choose, *few, routing, correction, live[:tokens], shared, pdl=True)
             yield from launches.variants(f"{model} T={tokens} choose", choose, 1)
-        route = partial(kernel.route, logits, routing, correction, live, shared, pdl=True)
-        yield from launches.variants(f"{model} route", route, 1)
+        for count in (64, len(live)):
+            route = partial(kernel.route, logits[:count], routing, correction, live[:count], shared, pdl=True)
+            yield from launches.variants(f"{model} route T={count}", route, 1)
         combine = partial(kernel.combine, empty(tokens, chosen, hidden), ids, x, pdl=True)
         yield from launches.variants(f"{model} combine", combine, 1)

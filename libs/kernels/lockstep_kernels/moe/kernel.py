@@ -15,7 +15,9 @@ from lockstep_kernels.moe.plan import Plan, plan_blocks
 from lockstep_kernels.moe.weights import Routing
 
 LOWEST = tl.constexpr(-(2**31))
-FEW_PAIRS, MANY_PAIRS = 1024, 4096  # that a program of `_plan` looks at together
+FEW_PAIRS, MANY_PAIRS = 1024, 4096  # beyond the many, every expert's program looking at all pairs takes too long
+FEW_TOKENS = 2048  # up to which a processor has room for a warp a token
+CHUNK, PART = 512, 64  # of pairs, if they are many
 
 
 @triton.jit
@@ -129,21 +131,12 @@ def _route(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["pairs", "blocks"])
-def _plan(
-    ids_ptr, order_ptr, ends_ptr, blocks_ptr, pairs, blocks,
-    EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr, LIST: tl.constexpr,
-    PDL: tl.constexpr,
+@triton.jit
+def _list_blocks(
+    counts, expert, ends_ptr, blocks_ptr, blocks,
+    EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr, LIST: tl.constexpr,
 ):  # fmt: skip
-    """One program an expert: where its pairs and blocks begin follows from everyone's counts, which each program takes itself."""
-    release(PDL)
-    expert = tl.program_id(0)
-    at = tl.arange(0, CHUNK)
-    wait(PDL)
-    counts = tl.zeros((EXPERTS_PAD,), tl.int32)
-    for start in range(0, pairs, CHUNK):
-        ids = tl.load(ids_ptr + start + at, mask=start + at < pairs, other=-1)
-        counts += tl.histogram(ids, EXPERTS_PAD, mask=ids >= 0)
+    """Writes an expert's end and its blocks, by the counts [EXPERTS_PAD] of all; returns where its pairs begin."""
     number = tl.arange(0, EXPERTS_PAD)
     block_counts = (counts + BLOCK_M - 1) // BLOCK_M
     first = tl.sum(tl.where(number < expert, counts, 0))
@@ -162,12 +155,83 @@ def _plan(
     if expert == EXPERTS - 1:
         for start in range(end_block, blocks, LIST):
             tl.store(blocks_ptr + start + item, tl.full((LIST,), -1, tl.int32), mask=start + item < blocks)
-    place = first
+    return first
+
+
+@triton.jit(do_not_specialize=["pairs", "blocks"])
+def _plan(
+    ids_ptr, order_ptr, ends_ptr, blocks_ptr, pairs, blocks,
+    EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr, LIST: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One program an expert: where its pairs and blocks begin follows from everyone's counts, which each program takes itself."""
+    release(PDL)
+    expert = tl.program_id(0)
+    at = tl.arange(0, CHUNK)
+    wait(PDL)
+    counts = tl.zeros((EXPERTS_PAD,), tl.int32)
+    for start in range(0, pairs, CHUNK):
+        ids = tl.load(ids_ptr + start + at, mask=start + at < pairs, other=-1)
+        counts += tl.histogram(ids, EXPERTS_PAD, mask=ids >= 0)
+    place = _list_blocks(counts, expert, ends_ptr, blocks_ptr, blocks, EXPERTS, EXPERTS_PAD, BLOCK_M, LIST)
     for start in range(0, pairs, CHUNK):
         mine = (tl.load(ids_ptr + start + at, mask=start + at < pairs, other=-1) == expert).to(tl.int32)
         rank = tl.cumsum(mine, 0) - mine
         tl.store(order_ptr + place + rank, start + at, mask=mine != 0)
         place += tl.sum(mine)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _count(ids_ptr, counts_ptr, pairs, EXPERTS_PAD: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    """counts [chunks, EXPERTS_PAD]: each expert's pairs among those of a chunk. A program: one chunk."""
+    release(PDL)
+    chunk = tl.program_id(0)
+    pair = chunk * CHUNK + tl.arange(0, CHUNK)
+    wait(PDL)
+    ids = tl.load(ids_ptr + pair, mask=pair < pairs, other=-1)
+    counts = tl.histogram(ids, EXPERTS_PAD, mask=ids >= 0)
+    tl.store(counts_ptr + chunk * EXPERTS_PAD + tl.arange(0, EXPERTS_PAD), counts)
+
+
+@triton.jit(do_not_specialize=["chunks", "blocks"])
+def _places(
+    counts_ptr, places_ptr, ends_ptr, blocks_ptr, chunks, blocks,
+    EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr, AT_ONCE: tl.constexpr, LIST: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """places [chunks, EXPERTS_PAD]: where in the order each chunk's pairs of an expert begin. A program: one expert."""
+    release(PDL)
+    expert = tl.program_id(0)
+    number, item = tl.arange(0, EXPERTS_PAD), tl.arange(0, AT_ONCE)
+    wait(PDL)
+    counts = tl.zeros((EXPERTS_PAD,), tl.int32)
+    for start in range(0, chunks, AT_ONCE):
+        chunk = (start + item)[:, None]
+        counts += tl.sum(tl.load(counts_ptr + chunk * EXPERTS_PAD + number[None, :], mask=chunk < chunks, other=0), 0)
+    place = _list_blocks(counts, expert, ends_ptr, blocks_ptr, blocks, EXPERTS, EXPERTS_PAD, BLOCK_M, LIST)
+    for start in range(0, chunks, AT_ONCE):
+        chunk = start + item
+        own = tl.load(counts_ptr + chunk * EXPERTS_PAD + expert, mask=chunk < chunks, other=0)
+        tl.store(places_ptr + chunk * EXPERTS_PAD + expert, place + tl.cumsum(own, 0) - own, mask=chunk < chunks)
+        place += tl.sum(own)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _order(
+    ids_ptr, places_ptr, order_ptr, pairs,
+    EXPERTS_PAD: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The order, from where each chunk's pairs begin. A program: a part of a chunk."""
+    release(PDL)
+    pair = tl.program_id(0) * PART + tl.arange(0, PART)
+    chunk = tl.program_id(0) * PART // CHUNK
+    other = chunk * CHUNK + tl.arange(0, CHUNK)
+    wait(PDL)
+    expert = tl.load(ids_ptr + pair, mask=pair < pairs, other=-1)
+    others = tl.load(ids_ptr + other, mask=other < pairs, other=-1)
+    earlier = (others[None, :] == expert[:, None]) & (other[None, :] < pair[:, None])
+    place = tl.load(places_ptr + chunk * EXPERTS_PAD + expert, mask=expert >= 0, other=0)
+    tl.store(order_ptr + place + tl.sum(earlier.to(tl.int32), 1), pair, mask=expert >= 0)
 
 
 @triton.jit
@@ -219,15 +283,17 @@ def route(
     *,
     pdl: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See the public function. A warp has four tokens, so that no step of the choice waits for another warp."""
+    """See the public function. A warp has a token, or four if there are many, so that no step of the choice waits for another
+    warp."""
     tokens = logits.shape[0]
     shape = (tokens, routing.top_k + shared)
     ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
     weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
     pdl = dependent.supported(logits.device) if pdl is None else pdl
+    rows = 1 if tokens <= FEW_TOKENS else 4
     if tokens:
-        _route[(triton.cdiv(tokens, 4),)](
-            logits, correction, live, ids, weights, tokens, routing.scale, ROWS=4, PDL=pdl, num_warps=1, launch_pdl=pdl,
+        _route[(triton.cdiv(tokens, rows),)](
+            logits, correction, live, ids, weights, tokens, routing.scale, ROWS=rows, PDL=pdl, num_warps=1, launch_pdl=pdl,
             **routing_constants(routing, correction, live, shared),
         )  # fmt: skip
     return ids, weights
@@ -244,12 +310,38 @@ def plan(ids: torch.Tensor, experts: int, block_m: int, *, pdl: bool | None = No
         3 * blocks,
     )  # each part begins at 16 bytes, for any number of pairs
     order, ends, table = torch.empty(sum(sizes), dtype=torch.int32, device=ids.device).split(sizes)
-    few = pairs <= FEW_PAIRS
-    _plan[(experts,)](
-        ids, order, ends, table, pairs, blocks, EXPERTS=experts, EXPERTS_PAD=max(32, triton.next_power_of_2(experts)),
-        BLOCK_M=block_m, CHUNK=FEW_PAIRS if few else MANY_PAIRS, LIST=128, PDL=pdl, num_warps=4 if few else 8, launch_pdl=pdl,
-    )  # fmt: skip
+    common = {"EXPERTS_PAD": max(32, triton.next_power_of_2(experts)), "PDL": pdl, "launch_pdl": pdl}
+    if pairs <= MANY_PAIRS:
+        few = pairs <= FEW_PAIRS
+        _plan[(experts,)](
+            ids, order, ends, table, pairs, blocks, EXPERTS=experts, BLOCK_M=block_m,
+            CHUNK=FEW_PAIRS if few else 2 * FEW_PAIRS, LIST=128, num_warps=4 if few else 8, **common,
+        )  # fmt: skip
+    else:
+        _plan_many(ids, order, ends, table, pairs, experts, blocks, block_m, common)
     return Plan(order[:pairs], ends[:experts], table.view(3, blocks), block_m)
+
+
+def _plan_many(
+    ids: torch.Tensor,
+    order: torch.Tensor,
+    ends: torch.Tensor,
+    table: torch.Tensor,
+    pairs: int,
+    experts: int,
+    blocks: int,
+    block_m: int,
+    common: dict[str, int | bool],
+) -> None:
+    """`plan` in three launches: count by chunks, see where each expert's pairs of each chunk begin, put them there."""
+    chunks, width = triton.cdiv(pairs, CHUNK), int(common["EXPERTS_PAD"])
+    counts, places = torch.empty(2, chunks, width, dtype=torch.int32, device=ids.device)
+    _count[(chunks,)](ids, counts, pairs, CHUNK=CHUNK, num_warps=4, **common)
+    _places[(experts,)](
+        counts, places, ends, table, chunks, blocks, EXPERTS=experts, BLOCK_M=block_m, AT_ONCE=max(8, 8192 // width),
+        LIST=128, num_warps=8, **common,
+    )  # fmt: skip
+    _order[(triton.cdiv(pairs, PART),)](ids, places, order, pairs, CHUNK=CHUNK, PART=PART, num_warps=4, **common)
 
 
 def combine(pairs: torch.Tensor, ids: torch.Tensor, plus: torch.Tensor, *, pdl: bool | None = None) -> torch.Tensor:

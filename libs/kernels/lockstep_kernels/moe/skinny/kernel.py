@@ -252,14 +252,15 @@ class Tiling:
 
 
 def gate_up_tiling(hidden: int) -> Tiling:
-    """64 elements of the two weights a thread."""
-    return Tiling(8, min(triton.next_power_of_2(hidden), 512), 4)
+    """64 elements of the two weights a thread; whole rows, if they are not longer, so that all of it is asked for at once."""
+    block_k = min(triton.next_power_of_2(hidden), 2048)
+    return Tiling(max(1, 4096 // block_k), block_k, 4)
 
 
 def down_tiling(width: int, chosen: int) -> Tiling:
-    """64 elements of the weights of all the token's experts a thread."""
-    block_k = min(triton.next_power_of_2(width), 256)
-    return Tiling(max(1, 8192 // (triton.next_power_of_2(chosen) * block_k)), block_k, 4)
+    """32 elements of the weights of all the token's experts a thread, so that many programs read at a time."""
+    block_k = min(triton.next_power_of_2(width), 128)
+    return Tiling(max(1, 4096 // (triton.next_power_of_2(chosen) * block_k)), block_k, 4)
 
 
 def choose(

@@ -15,11 +15,13 @@ import torch
 from torch.distributed import (  # type: ignore[attr-defined]
     AllreduceOptions,
     BroadcastOptions,
+    ProcessGroup,
     ProcessGroupGloo,
     ReduceOp,
     Store,
 )
 
+from lockstep_common.errors import Unsupported
 from lockstep_worker.collectives.record import Recorder
 from lockstep_worker.protocol import GroupLost
 
@@ -43,8 +45,18 @@ class Communicator(Protocol):
         [sum(received), ...], by rank. What a rank sends to another is what that one receives from it."""
         ...
 
+    def all_to_all_later(
+        self, name: str, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> Callable[[], torch.Tensor]:
+        """Begins, and returns at once: a call that gives what `all_to_all` gives. x must stay as it is until then."""
+        ...
+
     def swap(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """x [size, ...]: part i goes to rank i; returns [size, ...], part j from rank j."""
+        ...
+
+    def swap_later(self, name: str, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begins, and returns at once: a call that gives what `swap` gives. x must stay as it is until then."""
         ...
 
     def broadcast(self, name: str, x: torch.Tensor, source: int = 0) -> torch.Tensor:
@@ -53,6 +65,10 @@ class Communicator(Protocol):
 
     def maximum(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """Element by element the largest of all ranks' x, written over x. Returns x."""
+        ...
+
+    def process_group(self) -> Any:
+        """torch's process group of these ranks, for libraries that want one. Unsupported without NCCL."""
         ...
 
     def close(self) -> None: ...
@@ -73,14 +89,25 @@ class Alone:
     def all_to_all(self, name: str, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
         return x
 
+    def all_to_all_later(
+        self, name: str, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> Callable[[], torch.Tensor]:
+        return lambda: x
+
     def swap(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return x
+
+    def swap_later(self, name: str, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return lambda: x
 
     def broadcast(self, name: str, x: torch.Tensor, source: int = 0) -> torch.Tensor:
         return x
 
     def maximum(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return x
+
+    def process_group(self) -> Any:
+        raise Unsupported("a group of one has no process group")
 
     def close(self) -> None:
         pass
@@ -96,33 +123,29 @@ class _OverGroup:
 
     def all_gather(self, name: str, x: torch.Tensor) -> torch.Tensor:
         with self._recorder.during(name):
-            work, result = self._begin_gather(name, x)
-            return self._finish(name, work, result)
+            return self._finish(name, *self._begin_gather(name, x))
 
     def all_gather_later(self, name: str, x: torch.Tensor) -> Callable[[], torch.Tensor]:
         with self._recorder.during(name):
-            work, result = self._begin_gather(name, x)
-
-        def finish() -> torch.Tensor:
-            with self._recorder.during(f"{name}, arrival"):
-                return self._finish(name, work, result)
-
-        return finish
+            return self._later(name, *self._begin_gather(name, x))
 
     def all_to_all(self, name: str, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
-        outgoing, width = self._outgoing(x), math.prod(x.shape[1:]) * x.dtype.itemsize
-        result = outgoing.new_empty(sum(received) * width)
-        splits = [[count * width for count in counts] for counts in (received, sent)]
         with self._recorder.during(name):
-            work = self._call(name, lambda: self._group.alltoall_base(result, outgoing, *splits))
-            return self._finish(name, work, lambda: self._incoming(result, (sum(received), *x.shape[1:]), x))
+            return self._finish(name, *self._begin_all_to_all(name, x, sent, received))
+
+    def all_to_all_later(
+        self, name: str, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> Callable[[], torch.Tensor]:
+        with self._recorder.during(name):
+            return self._later(name, *self._begin_all_to_all(name, x, sent, received))
 
     def swap(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        outgoing = self._outgoing(x)
-        result = torch.empty_like(outgoing)
         with self._recorder.during(name):
-            work = self._call(name, lambda: self._group.alltoall_base(result, outgoing, [], []))
-            return self._finish(name, work, lambda: self._incoming(result, x.shape, x))
+            return self._finish(name, *self._begin_swap(name, x))
+
+    def swap_later(self, name: str, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        with self._recorder.during(name):
+            return self._later(name, *self._begin_swap(name, x))
 
     def broadcast(self, name: str, x: torch.Tensor, source: int = 0) -> torch.Tensor:
         options = BroadcastOptions()
@@ -141,13 +164,40 @@ class _OverGroup:
             return self._finish(name, work, lambda: x if data is x else x.copy_(data))
 
     def close(self) -> None:
-        self._group.abort()
+        self._group = None  # and its connections
+
+    def process_group(self) -> Any:
+        raise Unsupported(
+            "only NCCL has a process group for others: give --collectives auto and each worker its own GPU"
+        )
 
     def _begin_gather(self, name: str, x: torch.Tensor) -> tuple[Any, Callable[[], torch.Tensor]]:
         outgoing = self._outgoing(x)
         result = outgoing.new_empty(self.size * outgoing.shape[0])
         work = self._call(name, lambda: self._group._allgather_base(result, outgoing))
         return work, lambda: self._incoming(result, (self.size, *x.shape), x)
+
+    def _begin_all_to_all(
+        self, name: str, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> tuple[Any, Callable[[], torch.Tensor]]:
+        outgoing, width = self._outgoing(x), math.prod(x.shape[1:]) * x.dtype.itemsize
+        result = outgoing.new_empty(sum(received) * width)
+        splits = [[count * width for count in counts] for counts in (received, sent)]
+        work = self._call(name, lambda: self._group.alltoall_base(result, outgoing, *splits))
+        return work, lambda: self._incoming(result, (sum(received), *x.shape[1:]), x)
+
+    def _begin_swap(self, name: str, x: torch.Tensor) -> tuple[Any, Callable[[], torch.Tensor]]:
+        outgoing = self._outgoing(x)
+        result = torch.empty_like(outgoing)
+        work = self._call(name, lambda: self._group.alltoall_base(result, outgoing, [], []))
+        return work, lambda: self._incoming(result, x.shape, x)
+
+    def _later(self, name: str, work: Any, result: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        def finish() -> torch.Tensor:
+            with self._recorder.during(f"{name}, arrival"):
+                return self._finish(name, work, result)
+
+        return finish
 
     def _call(self, name: str, begin: Callable[[], Any]) -> Any:
         try:
@@ -207,6 +257,17 @@ class OverNccl(_OverGroup):
         options = ProcessGroupNCCL.Options()
         options._timeout = timeout
         super().__init__(ProcessGroupNCCL(store, rank, size, options), recorder, rank, size)
+        self._store = store
+
+    def process_group(self) -> Any:
+        group = ProcessGroup(self._store, self.rank, self.size)
+        group._set_default_backend(ProcessGroup.BackendType.NCCL)
+        group._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, self._group)
+        return group
+
+    def close(self) -> None:
+        self._group.abort()
+        super().close()
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

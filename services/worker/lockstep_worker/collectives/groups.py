@@ -19,12 +19,14 @@ from lockstep_common.errors import Conflict, DeadlineExceeded, Unavailable
 from lockstep_common.steps import GroupConfig
 from lockstep_worker.collectives.communicator import Alone, Communicator, OverHost, OverNccl
 from lockstep_worker.collectives.record import Recorder
-from lockstep_worker.collectives.watchdog import Watchdog
+from lockstep_worker.collectives.watchdog import Board, Watchdog, first_difference
+from lockstep_worker.protocol import GroupLost
 
 log = logging.getLogger(__name__)
 
 LONGEST_PLAN: Final = 64 << 20  # bytes
 ALONE: Final = Alone()
+GIVEN_UP: Final = 2  # deadlines after which a collective through the hosts fails: gloo cannot be interrupted before
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,8 @@ class Group:
         control: Communicator = ALONE,
         everybody: Communicator = ALONE,
         recorder: Recorder | None = None,
+        board: Board | None = None,
+        peers: tuple[str, ...] = (),
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.place = place
@@ -85,6 +89,8 @@ class Group:
         self.control = control
         self.everybody = everybody
         self.recorder = recorder or Recorder()
+        self._board = board
+        self._peers = peers
         self._on_close = on_close
 
     @property
@@ -103,6 +109,19 @@ class Group:
     def meet(self, mine: int) -> int:
         """Waits for everybody; the largest number that any rank brought. GroupLost if another rank is gone."""
         return int(self.everybody.maximum("step", torch.tensor([mine])))
+
+    def compare(self, seq: int) -> None:
+        """Compares all ranks' collectives of a plan that has run; GroupLost names the first difference. For debugging: it costs
+        several messages a plan."""
+        if self._board is None:
+            return
+        mine = [f"plan-{seq}", *self.recorder.of_plan(seq)]
+        self._board.post(self.place.rank, "\n".join(mine))
+        self.meet(0)
+        for rank, peer in enumerate(self._peers):
+            if difference := first_difference(mine, self._board.read(rank).split()):
+                raise GroupLost(f"the collectives of plan {seq} are not those of {peer}, which {difference}")
+        self.meet(0)
 
     def forward_plan(self, data: bytes) -> None:
         """The driver's: gives the bytes of a plan (none: a sign of life) to its followers."""
@@ -123,7 +142,7 @@ class Group:
 
     def close(self) -> None:
         self._on_close()
-        for communicator in {id(c): c for c in (self.world, self.cp, self.control, self.everybody)}.values():
+        for communicator in (self.world, self.cp, self.control, self.everybody):
             communicator.close()
 
 
@@ -162,7 +181,7 @@ def form(
         named = PrefixStore(name, store)
         if of_device and nccl and device.type == "cuda":
             return OverNccl(named, recorder, rank, size, timeout=timeout)
-        return OverHost(named, recorder, rank, size, host=host, timeout=timeout)
+        return OverHost(named, recorder, rank, size, host=host, timeout=timedelta(seconds=GIVEN_UP * deadline_s))
 
     try:
         everybody = over("everybody", place.rank, place.size, of_device=False)
@@ -171,9 +190,8 @@ def form(
         cp = over(f"cp-{place.dp_rank}", place.cp_rank, place.cp, of_device=True)
     except RuntimeError as error:
         raise Unavailable(f"the group's workers cannot connect to each other: {error}") from error
-    watchdog = Watchdog(
-        recorder, _StoreBoard(store), rank=place.rank, peers=peers, deadline_s=deadline_s, report=report
-    )
+    board = StoreBoard(store)
+    watchdog = Watchdog(recorder, board, rank=place.rank, peers=peers, deadline_s=deadline_s, report=report)
     watchdog.start()
     return Group(
         place,
@@ -183,6 +201,8 @@ def form(
         control=control,
         everybody=everybody,
         recorder=recorder,
+        board=board,
+        peers=peers,
         on_close=watchdog.stop,
     )
 
@@ -227,13 +247,15 @@ def _agree(store: Store, mine: Membership, place: Place, peers: tuple[str, ...],
     return smallest
 
 
-class _StoreBoard:
+class StoreBoard:
+    """A board in the group's store."""
+
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def post(self, rank: int, waiting_in: str) -> None:
-        self._store.set(f"waiting-{rank}", waiting_in)
+    def post(self, rank: int, text: str) -> None:
+        self._store.set(f"record-{rank}", text)
 
     def read(self, rank: int) -> str:
-        key = f"waiting-{rank}"
+        key = f"record-{rank}"
         return self._store.get(key).decode() if self._store.check([key]) else ""

@@ -68,6 +68,18 @@ class Recorder:
         """The open collective and when it began, on time.monotonic; None if there is none."""
         return self._open
 
+    def keys(self, most: int) -> list[str]:
+        """The keys of the last collectives, the open one at the end."""
+        with self._lock:
+            done = [record.id.key for record in self._done]
+        opened = self._open
+        return [*done, *([opened[0].key] if opened else [])][-most:]
+
+    def of_plan(self, seq: int) -> list[str]:
+        """The keys of all collectives of a plan, if it was one of the last."""
+        with self._lock:
+            return [record.id.key for record in self._done if record.id.seq == seq]
+
     def history(self) -> list[Record]:
         with self._lock:
             return list(self._done)

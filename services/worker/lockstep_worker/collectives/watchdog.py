@@ -1,30 +1,38 @@
-"""Watches the open collective: a missed deadline is a report that names the collective and the ranks that have not arrived."""
+"""Watches the open collective: a missed deadline is a report that names the collective and the ranks that are not in it.
+
+A report costs nobody anything: the collective goes on waiting. What becomes of the group is for others to decide.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
 
 from lockstep_worker.collectives.record import CollectiveId, Recorder
 
 log = logging.getLogger(__name__)
 
+_TOLD: Final = 256  # collectives that ranks tell each other about
+
 
 class Board(Protocol):
-    """Where ranks write what they wait in; shared by the group."""
+    """Where ranks write what they wait in; shared by the group. RuntimeError if it cannot be reached."""
 
-    def post(self, rank: int, waiting_in: str) -> None: ...
+    def post(self, rank: int, text: str) -> None: ...
 
-    def read(self, rank: int) -> str: ...
+    def read(self, rank: int) -> str:
+        """Empty if the rank has posted nothing."""
+        ...
 
 
 class Watchdog:
     """Reports once for each collective that stays open longer than the deadline.
 
-    Every rank that waits posts the collective's key on the board; after a grace period the ranks without it are missing.
+    Every rank that waits posts what it has been through; after a grace period, whoever has posted nothing has not arrived, and
+    whoever is in another collective is out of step.
     """
 
     def __init__(
@@ -50,8 +58,8 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
+        """Returns at once; the thread may wait for its board a little longer."""
         self._stop.set()
-        self._thread.join()
 
     def _watch(self) -> None:
         reported: CollectiveId | None = None
@@ -60,14 +68,59 @@ class Watchdog:
             if waiting is None or waiting[0] == reported or time.monotonic() - waiting[1] < self._deadline_s:
                 continue
             reported = waiting[0]
-            self._report(self._describe(*waiting))
+            message = self._describe(*waiting)
+            if not self._stop.is_set():
+                self._report(message)
 
     def _describe(self, collective: CollectiveId, start_s: float) -> str:
+        found: list[str] = []
+        asking = threading.Thread(
+            target=lambda: found.append(self._who_is_missing()), name="who is missing", daemon=True
+        )
+        asking.start()  # a store whose host was stopped answers nothing at all, and reading from it cannot be bounded
+        asking.join(self._deadline_s)
+        who = found[0] if found else f"the group's store does not answer, so its host is missing: {self._peers[0]}"
+        return f"{collective} has waited {time.monotonic() - start_s:.1f} s; {who}"
+
+    def _who_is_missing(self) -> str:
+        mine = self._recorder.keys(_TOLD)
         try:
-            self._board.post(self._rank, collective.key)
+            self._board.post(self._rank, "\n".join(mine))
             self._stop.wait(self._deadline_s / 2)  # the others notice at about the same time
-            missing = [peer for rank, peer in enumerate(self._peers) if self._board.read(rank) != collective.key]
-        except RuntimeError as error:  # the store went with its host, rank 0
-            return f"{collective} has waited {time.monotonic() - start_s:.1f} s; the group's store does not answer: {error}"
-        who = ", ".join(missing) if missing else "nobody: all have arrived"
-        return f"{collective} has waited {time.monotonic() - start_s:.1f} s; missing: {who}"
+            others = [self._board.read(rank).split() for rank in range(len(self._peers))]
+        except RuntimeError as error:
+            return f"the group's store is gone, so its host is missing: {self._peers[0]} ({error})"
+        missing = [peer for peer, theirs in zip(self._peers, others, strict=True) if not theirs]
+        astray = [
+            f"{peer} {difference}"
+            for peer, theirs in zip(self._peers, others, strict=True)
+            if theirs and (difference := first_difference(mine, theirs))
+        ]
+        said = [f"missing: {', '.join(missing)}"] if missing else []
+        said += [f"out of step: {'; '.join(astray)}"] if astray else []
+        return "; ".join(said) or "nobody is missing: all have arrived"
+
+
+def first_difference(mine: Sequence[str], theirs: Sequence[str]) -> str:
+    """Where two ranks' collectives part, as far as both tell of them: oldest first, the last one may be open. Empty: nowhere.
+
+    Both are sequences of `CollectiveId.key`. A rank that is only behind, or ahead, differs where the shorter one ends.
+    """
+    start = _common_start(mine, theirs)
+    if start is None:
+        return f"is in {theirs[-1]}, long past or before {mine[-1]}"
+    a, b = mine[start[0] :], theirs[start[1] :]
+    for here, there in zip(a, b, strict=False):
+        if here != there:
+            return f"had {there} where this rank had {here}"
+    if len(a) > len(b):
+        return f"is in {b[-1]}, before {a[-1]}"
+    return f"is in {b[-1]}, past {a[-1]}" if len(b) > len(a) else ""
+
+
+def _common_start(mine: Sequence[str], theirs: Sequence[str]) -> tuple[int, int] | None:
+    known = {key: i for i, key in enumerate(theirs)}
+    for i, key in enumerate(mine):
+        if key in known:
+            return i, known[key]
+    return None

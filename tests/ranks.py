@@ -50,7 +50,7 @@ def make_group(
     """A group over gloo whose ranks share the store; with a `board` it can compare its records. Blocks until all have come."""
     recorder = Recorder()
 
-    def over(name: str, rank: int, size: int) -> Communicator:
+    def over(name: str, rank: int, size: int, recorder: Recorder = recorder) -> Communicator:
         if size == 1:
             return Alone()
         return OverHost(
@@ -59,7 +59,7 @@ def make_group(
 
     everybody = over("everybody", place.rank, place.size)
     world = over("world", place.rank, place.size)
-    control = over(f"control-{place.dp_rank}", place.cp_rank, place.cp)
+    control = over(f"control-{place.dp_rank}", place.cp_rank, place.cp, Recorder())
     cp = over(f"cp-{place.dp_rank}", place.cp_rank, place.cp)
     return Group(
         place,

@@ -50,6 +50,7 @@ def run(settings: WorkerConfig, load: Callable[[Callable[[float, str], None]], L
         load,
         collective_deadline_s=settings.collective_deadline_s,
         reform_timeout_s=settings.reform_timeout_s,
+        debug_collectives=settings.debug_collectives,
     )
     driver = Driver(runner, PlanLog(), timeline=runner.timeline)
     runner.report = driver.report

@@ -64,7 +64,8 @@ class WorkerConfig:
         "auto: NCCL between GPUs, gloo on the CPU; gloo: through the hosts, as workers need that share a GPU",
         choices=("auto", "gloo"),
     )
-    collective_deadline_s: float = setting(10.0, "after so long a collective is reported with the ranks it misses")
+    debug_collectives: bool = setting(False, "after each plan all workers compare their collectives; slow")
+    collective_deadline_s: float = setting(10.0, "after so long a collective is reported with the ranks it misses; on the CPU it fails after twice that")
     reform_timeout_s: float = setting(60.0, "after so long a collective, or forming a group, is given up")
 
     null_step_ms: float = setting(-1.0, "at least 0: no model; forward and sampling are a wait of so long")

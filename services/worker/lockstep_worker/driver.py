@@ -133,7 +133,8 @@ class Driver:
                         job()
                 except GroupLost as error:
                     log.error("%s; waiting to be configured again", error.message)
-                    self._leave(error.message)
+                    self._engine.leave()  # those who still wait for this worker learn of it now
+                    self._leave("; ".join(filter(None, (error.message, self.message))))
             self._book(self._engine.poll(wait=True))
             self._engine.close()
         except BaseException as error:

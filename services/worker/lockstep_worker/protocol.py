@@ -101,6 +101,10 @@ class Engine(Protocol):
         """What the worker that this one follows forwarded; waits for it. GroupLost if nothing comes."""
         ...
 
+    def leave(self) -> None:
+        """Leaves the group, if it is in one; the model stays."""
+        ...
+
     def close(self) -> None: ...
 
 

@@ -126,13 +126,18 @@ class Runner:
         report: Callable[[str], None] = log.error,
         collective_deadline_s: float = 10.0,
         reform_timeout_s: float = 60.0,
+        debug_collectives: bool = False,
     ) -> None:
-        """`load` takes a progress callback; `report` takes messages about collectives that missed their deadline."""
+        """`load` takes a progress callback; `report` takes messages about collectives that missed their deadline.
+
+        `debug_collectives`: after each plan all ranks compare which collectives they have been through.
+        """
         self._load = load
         self.report = report
         self.timeline = Timeline()
         self._deadline_s = collective_deadline_s
         self._timeout_s = reform_timeout_s
+        self._debug_collectives = debug_collectives
         self._group = Group()
         self._in_flight: deque[_InFlight] = deque()
         self._regroup = False  # a row of the current batch has ended
@@ -176,6 +181,7 @@ class Runner:
     def run(self, plan: Plan) -> Iterator[StepResult]:
         """Applies a plan and runs it; up to `lag` steps stay in flight at its end."""
         with torch.inference_mode():  # halves the cost of a small operation
+            self._group.begin(plan.header.seq, collectives.PROLOGUE)
             self._apply(plan.body)
             self.timeline.mark(APPLIED, plan.header.seq)
             if plan.header.kind == Kind.PREFILL:
@@ -184,6 +190,8 @@ class Runner:
                 yield from self._replay(plan, self._graphs, variant)
             else:
                 yield from self._decode(plan)
+            if self._debug_collectives:
+                self._group.compare(plan.header.seq)
 
     def poll(self, *, wait: bool) -> Iterator[StepResult]:
         """Results of steps in flight: those that are there, or with `wait` all."""

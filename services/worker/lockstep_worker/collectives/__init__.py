@@ -2,10 +2,11 @@
 
 from lockstep_worker.collectives.communicator import Alone, Communicator, OverHost
 from lockstep_worker.collectives.groups import ONLY, Group, Membership, Place, form
-from lockstep_worker.collectives.record import CollectiveId, Recorder
+from lockstep_worker.collectives.record import PROLOGUE, CollectiveId, Recorder
 
 __all__ = [
     "ONLY",
+    "PROLOGUE",
     "Alone",
     "CollectiveId",
     "Communicator",

@@ -175,7 +175,7 @@ def form(
     recorder = Recorder()
     host = peers[place.rank].rpartition(":")[0] if config.peers else config.store_host
 
-    def over(name: str, rank: int, size: int, *, of_device: bool) -> Communicator:
+    def over(name: str, rank: int, size: int, *, of_device: bool, recorder: Recorder = recorder) -> Communicator:
         if size == 1:
             return ALONE
         named = PrefixStore(name, store)
@@ -186,7 +186,8 @@ def form(
     try:
         everybody = over("everybody", place.rank, place.size, of_device=False)
         world = over("world", place.rank, place.size, of_device=True)
-        control = over(f"control-{place.dp_rank}", place.cp_rank, place.cp, of_device=False)
+        # Signs of life come when nothing else does, on each DP rank at another time: they are no part of the order of steps.
+        control = over(f"control-{place.dp_rank}", place.cp_rank, place.cp, of_device=False, recorder=Recorder())
         cp = over(f"cp-{place.dp_rank}", place.cp_rank, place.cp, of_device=True)
     except RuntimeError as error:
         raise Unavailable(f"the group's workers cannot connect to each other: {error}") from error

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 KEPT: Final = 1024
+PROLOGUE: Final = -1  # the step of what comes before a plan's first one
 
 
 @dataclass(frozen=True, slots=True)

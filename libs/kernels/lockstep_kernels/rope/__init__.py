@@ -10,7 +10,17 @@ from lockstep_kernels.checks import check_shape
 from lockstep_kernels.rms_norm import Norm, rms_norm
 from lockstep_kernels.rope import cpu, reference
 
-__all__ = ["Prepared", "Tables", "kv_rows", "prepare", "rotate_", "rotate_and_store_", "store_kv", "tables"]
+__all__ = [
+    "Prepared",
+    "Tables",
+    "kv_rows",
+    "prepare",
+    "rotate_",
+    "rotate_and_store_",
+    "rotate_heads_",
+    "store_kv",
+    "tables",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +112,31 @@ def rotate_and_store_(
     rotate_(rotated[..., : prepared.cos.shape[-1]], prepared.cos, prepared.sin)
     tokens = prepared.where.shape[0] // (2 * kv_heads)
     store_kv(qkv[:tokens, heads:], cache, prepared.where)
+
+
+def rotate_heads_(x: torch.Tensor, heads: int, prepared: Prepared, norm: Norm | None = None) -> None:
+    """What `rotate_and_store_` does to queries and keys, of some of them alone: nothing is stored.
+
+    x [R, n, d] contiguous: the first `heads` heads of R rows are normalised if there is a `norm` (its gain [heads, d]) and
+    rotated, in place; the others, none or as many values, stay. `prepared` with slots of 0.
+    """
+    rows, count, width = x.shape
+    check_shape("positions", prepared.positions, (rows,))
+    if norm is not None:
+        check_shape("gain", norm.gain, (heads, width))
+    if count not in (heads, 2 * heads):
+        raise ValueError(f"{heads} of {count} heads are rotated: expected all, or keys before as many values")
+    gain, eps = norm if norm is not None else (None, 0.0)
+    if x.is_cuda:
+        from lockstep_kernels.rope import kernel
+
+        p, stored = prepared, x.new_empty(1, 2, count - heads, 1, width)  # one token, which nobody reads
+        kernel.rotate_and_store_(x, stored, p.cos, p.sin, p.positions, p.where, gain, eps)
+        return
+    rotated = x[:, :heads]
+    if norm is not None:
+        rotated.copy_(rms_norm(rotated, *norm))
+    rotate_(rotated[..., : prepared.cos.shape[-1]], prepared.cos, prepared.sin)
 
 
 def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

@@ -1,0 +1,51 @@
+"""Nobody else: what a single rank, and a worker before it has joined its group, exchange with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from lockstep_kernels.gather_sum import gather_sum
+from lockstep_worker.exchange import DEDUPLICATED, Arrived, Handle, Layout
+from lockstep_worker.exchange.handle import Dispatched, expanded
+
+
+class Local:
+    """All slots are here.
+
+    With `ranks` it stands in for a group that the worker has not joined: slots elsewhere are taken for the one in their place
+    here, so that a pass takes the memory and time that balanced experts will take. Its results mean nothing then.
+    """
+
+    def __init__(self, slots: int, ranks: int = 1) -> None:
+        self._local = slots // ranks
+
+    def dispatch(
+        self,
+        name: str,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        *,
+        capacity: int = 0,
+        layout: Layout = DEDUPLICATED,
+    ) -> Arrived:
+        here = torch.where(ids < 0, ids, ids % self._local)
+        count = torch.tensor([len(ids)], dtype=torch.int32, device=ids.device)
+        tokens = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
+        handle = Dispatched(self._local, 1, len(ids), layout, ids, here, tokens, count, tokens[:, None])
+        if layout.expand:
+            x, weights = expanded(x, weights, handle)
+        return Arrived(x, None if layout.expand else here, weights, handle)
+
+    def combine(self, name: str, rows: torch.Tensor, handle: Handle) -> Callable[[torch.Tensor], torch.Tensor]:
+        assert isinstance(handle, Dispatched)
+        index = handle.slots if handle.do_expand else handle.returns
+        return lambda plus: gather_sum(rows, index, plus=plus)
+
+    def bytes_held(self, tokens: int, hidden: int, chosen: int, dtype: torch.dtype, *, captured: bool) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass

@@ -77,6 +77,7 @@ def problems(draw: st.DrawFn) -> tuple[F64, int, int, int, int]:
     return np.array(rows, np.float64), slots, ranks, groups, nodes
 
 
+@settings(deadline=None)
 @given(problems())
 def test_a_plan_places_every_expert(problem: tuple[F64, int, int, int, int]) -> None:
     loads, slots, ranks, groups, nodes = problem
@@ -92,6 +93,7 @@ def test_a_plan_places_every_expert(problem: tuple[F64, int, int, int, int]) -> 
     assert rank_loads(loads, placement, ranks).sum(1) == pytest.approx(loads.sum(1))
 
 
+@settings(deadline=None)
 @given(problems())
 def test_a_plan_depends_on_nothing_but_the_loads(problem: tuple[F64, int, int, int, int]) -> None:
     loads, *sizes = problem
@@ -101,6 +103,7 @@ def test_a_plan_depends_on_nothing_but_the_loads(problem: tuple[F64, int, int, i
         np.testing.assert_array_equal(rebalance(loads[layer : layer + 1], *sizes)[0], placement[layer])
 
 
+@settings(deadline=None)
 @given(problems())
 def test_a_group_stays_on_one_node(problem: tuple[F64, int, int, int, int]) -> None:
     loads, slots, ranks, groups, nodes = problem
@@ -126,6 +129,7 @@ def greedy(loads: list[float], slots: int, ranks: int) -> float:
     return max(sum(b) for b in bins)
 
 
+@settings(deadline=None)
 @given(problems())
 def test_a_plan_is_at_least_as_even_as_the_plain_greedy_one(problem: tuple[F64, int, int, int, int]) -> None:
     loads, slots, ranks, _, _ = problem
@@ -177,6 +181,7 @@ def test_idle_ranks_are_seen() -> None:
     assert balance_ratio(loads, placement, 4).tolist() == [4.0, 1.0]
 
 
+@settings(deadline=None)
 @given(problems())
 def test_rank_loads_share_an_expert_over_its_slots(problem: tuple[F64, int, int, int, int]) -> None:
     loads, slots, ranks, groups, nodes = problem
@@ -193,6 +198,7 @@ def present_of(loads: F64, slots: int, ranks: int) -> I64:
     return initial_placement(loads.shape[1], slots, ranks).astype(np.int64)
 
 
+@settings(deadline=None)
 @given(problems(), st.floats(1, 1.5))
 def test_an_amended_placement_keeps_its_promise(problem: tuple[F64, int, int, int, int], slack: float) -> None:
     loads, slots, ranks, _, _ = problem
@@ -243,6 +249,7 @@ def shares(placement: I64, ranks: int) -> list[list[int]]:
     return sorted(sorted(part) for part in placement.reshape(ranks, -1).tolist())
 
 
+@settings(deadline=None)
 @given(problems(), st.randoms())
 def test_settling_keeps_the_shares_and_never_moves_more(problem: tuple[F64, int, int, int, int], random) -> None:  # type: ignore[no-untyped-def]
     loads, slots, ranks, groups, nodes = problem
@@ -437,7 +444,7 @@ def test_without_redundant_slots_the_heaviest_expert_sets_the_limit() -> None:
     assert 1.10 < floor < trace.ratio()[0] < 1.02 * floor
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(
     st.integers(2, 4), st.integers(1, 3), st.integers(0, 2), st.integers(1, 4), st.floats(0, 2), st.integers(0, 2**16)
 )

@@ -234,7 +234,7 @@ class Probe:
 
 @dataclass
 class Stack:
-    """A running stack. `schedulers[i]` serves its own group of workers."""
+    """A running stack. `schedulers[i]` serves its own group of workers, or with shards its part of a group."""
 
     fleet: Fleet
     model: str
@@ -283,31 +283,41 @@ async def stack(
     *,
     worker_module: str = "lockstep_worker",
     coupled: int = 1,
+    cp: int = 1,
     groups: int = 1,
+    shards: int = 1,
     worker: Flags | None = None,
     scheduler: Flags | None = None,
     router: Flags | None = None,
     with_router: bool = True,
     log_dir: Path | None = None,
 ) -> AsyncIterator[Stack]:
-    """`groups` schedulers with `coupled` workers each, behind one router; waits until it is ready, stops it afterwards."""
-    name = model.name
+    """`groups` groups of `coupled` DP ranks of `cp` workers each, driven by `shards` schedulers, behind one router; waits until
+    it is ready, stops it afterwards."""
+    name, size = model.name, coupled * cp
     with Fleet(log_dir) as fleet:
+        flags = _worker_flags(worker_module, model, worker)
+        if worker_module != SCRIPTED:
+            flags |= {"dp": coupled, "cp": cp}
         workers = [
-            _service(fleet, f"worker{i}", worker_module, _worker_flags(worker_module, model, worker))
-            for i in range(groups * coupled)
+            _service(fleet, f"worker{i}", worker_module, flags | ({"rank": i % size} if "cp" in flags else {}))
+            for i in range(groups * size)
         ]
         for service in workers:
             service.start()
         await asyncio.gather(*(wait_serving(w.address, timeout=START_S, check=w.running.check) for w in workers))
         schedulers = []
         for i in range(groups):
-            own = workers[i * coupled : (i + 1) * coupled]
-            flags = {"workers": ",".join(w.address for w in own), "redis_url": "none", **(scheduler or {})}
+            own = workers[i * size : (i + 1) * size]
+            settings = {"workers": ",".join(w.address for w in own), "redis_url": "none", **(scheduler or {})}
             if coupled > 1:
-                flags["lockstep"] = "always"
-            schedulers.append(_service(fleet, f"scheduler{i}", "lockstep_scheduler", flags))
-            schedulers[-1].start()
+                settings["lockstep"] = "always"
+            ports = [free_port() for _ in range(shards)]
+            for shard, port in enumerate(ports):
+                place = {"shards": ",".join(f"{HOST}:{p}" for p in ports), "shard": shard} if shards > 1 else {}
+                label = f"scheduler{len(schedulers)}"
+                schedulers.append(Service(fleet, label, "lockstep_scheduler", settings | place, port))
+                schedulers[-1].start()
         found = Stack(fleet, name, workers, schedulers, None)
         if with_router:
             found.grpc_port = free_port()

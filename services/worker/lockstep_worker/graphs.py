@@ -3,6 +3,9 @@
 A captured step gathers its inputs from the rows, runs the model, samples and writes the rows back, all on the device; the host
 gives row numbers once a window and reads outcome words from a ring in page-locked memory that the step itself writes. Rows that
 ended are masked on the device, so nothing waits for the host between the steps of a window.
+
+In a group of several workers all of them replay the step of the same bucket, a rank without a row too: the collectives of a step are in
+its graph. The workers of a DP rank have the same rows; the first one samples, and the others get its tokens, 8 bytes a row.
 """
 
 from __future__ import annotations
@@ -19,10 +22,11 @@ import torch
 from lockstep_common.steps import ROW_SHIFT, Kind
 from lockstep_kernels import post_update, prepare
 from lockstep_kernels import sampling as ops
+from lockstep_worker.collectives import Group
 from lockstep_worker.inputs import StepInputs
 from lockstep_worker.kv import KvCache
 from lockstep_worker.models import Model
-from lockstep_worker.rows import FAULT_BIT, I64, LENGTH_BIT, NO_WORD, STOP_BIT, Rows
+from lockstep_worker.rows import FAULT_BIT, I64, LENGTH_BIT, NO_WORD, STOP_BIT, TOKEN_MASK, Rows
 from lockstep_worker.sampling import Variant
 
 log = logging.getLogger(__name__)
@@ -47,10 +51,10 @@ def captures(max_rows: int) -> int:
 class DecodeGraphs:
     """Captured decode steps over the rows and the KV cache of a configured group. Used by the step thread only."""
 
-    def __init__(self, model: Model, kv: KvCache, rows: Rows, *, max_model_len: int) -> None:
+    def __init__(self, model: Model, kv: KvCache, rows: Rows, group: Group, *, max_model_len: int) -> None:
         device, most = rows.device, len(rows.states)
         self.sizes = bucket_sizes(most)
-        self._model, self._kv, self._rows = model, kv, rows
+        self._model, self._kv, self._rows, self._group = model, kv, rows, group
         self._max_model_len = max_model_len
         self._index = torch.full((most,), rows.scratch, dtype=torch.int64, device=device)
         self._inputs = prepare.DecodeInputs.empty(most, rows.tables, device)
@@ -81,12 +85,14 @@ class DecodeGraphs:
             (_reserved(self._rows.device) - before) / 2**30,
         )
 
-    def launch(self, rows: I64, variant: Variant) -> torch.Tensor:
-        """Queues one decode step of these rows; returns where its words [len(rows)] int64 will be, on the host.
+    def size(self, rows: int) -> int:
+        """The bucket for so many rows."""
+        return next(size for size in self.sizes if size >= rows)
 
-        The words are there once the work queued so far is done, and stay for RING_STEPS steps.
+    def launch(self, rows: I64, variant: Variant, size: int) -> torch.Tensor:
+        """Queues one decode step of these rows in the bucket of this size; returns where its words [len(rows)] int64 will be, on
+        the host. The words are there once the work queued so far is done, and stay for RING_STEPS steps.
         """
-        size = next(size for size in self.sizes if size >= len(rows))
         if not np.array_equal(rows, self._listed):
             self._list(rows)
         self._replay(size, variant)()
@@ -137,11 +143,7 @@ class DecodeGraphs:
         rows, index = self._rows, self._index[:size]
         prepare.decode_inputs(index, rows.last, rows.lengths, rows.alive, rows.tables, rows.block_sizes, inputs)
         hidden = self._model.forward(self._step_inputs(size, inputs), self._kv)
-        logits = self._model.logits(hidden)
-        if variant is Variant.GREEDY:
-            tokens, bad = ops.sample_greedy(logits)
-        else:
-            tokens, bad = ops.sample_rows(logits, index, rows.sampling.tables(rows.lengths))
+        tokens, bad = self._sample(self._model.logits(hidden), index, variant)
         post_update.finish(
             index,
             tokens,
@@ -154,6 +156,22 @@ class DecodeGraphs:
             length_bit=LENGTH_BIT,
             fault_bit=FAULT_BIT,
         )
+
+    def _sample(
+        self, logits: torch.Tensor, index: torch.Tensor, variant: Variant
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Tokens [size] int64 and which rows have no finite logit, as the first worker of the DP rank samples them."""
+        cp, sampled = self._group.cp, index
+        if cp.rank == 0:
+            if variant is Variant.GREEDY:
+                tokens, bad = ops.sample_greedy(logits)
+            else:
+                tokens, bad = ops.sample_rows(logits, index, self._rows.sampling.tables(self._rows.lengths))
+            if cp.size == 1:
+                return tokens, bad
+            sampled = tokens | bad.long() << ROW_SHIFT
+        sampled = cp.broadcast("sampled", sampled if cp.rank == 0 else torch.empty_like(index))
+        return sampled & TOKEN_MASK, sampled >> ROW_SHIFT != 0
 
     def _step_inputs(self, size: int, inputs: prepare.DecodeInputs) -> StepInputs:
         return StepInputs(
@@ -170,6 +188,7 @@ class DecodeGraphs:
             host_seq_lens=(),
             max_seq_len=self._max_model_len,
             live=inputs.live,
+            expert_rows=size if self._group.coupled else 0,
         )
 
 

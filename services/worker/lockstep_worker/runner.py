@@ -142,6 +142,7 @@ class Runner:
         self._in_flight: deque[_InFlight] = deque()
         self._regroup = False  # a row of the current batch has ended
         self._scores: Scores | None = None  # of the current step
+        self._expert_rows = 0  # that any rank has at most in the current step; 0: unknown
         self._graphs: DecodeGraphs | None = None
         self._prefill_graphs: PrefillGraphs | None = None
         self._nothing = _InFlight(torch.zeros(0, dtype=torch.int64), np.zeros(0, np.int64), None)
@@ -184,12 +185,15 @@ class Runner:
             self._group.begin(plan.header.seq, collectives.PROLOGUE)
             self._apply(plan.body)
             self.timeline.mark(APPLIED, plan.header.seq)
-            if plan.header.kind == Kind.PREFILL:
-                yield from self._prefill(plan)
-            elif self._graphs is not None and (variant := self._variant(plan.body.rows)) is not Variant.EAGER:
-                yield from self._replay(plan, self._graphs, variant)
+            graphs, variant = self._graphs, Variant.EAGER
+            if graphs is not None and plan.header.kind == Kind.DECODE:
+                variant = self._variant(plan.body.rows)
+            if graphs is not None and variant is not Variant.EAGER:
+                yield from self._replay(plan, graphs, variant)
             else:
-                yield from self._decode(plan)
+                if self._group.place.cp > 1:
+                    yield from self._read(0)  # the workers of a DP rank must know the same rows to have ended
+                yield from self._prefill(plan) if plan.header.kind == Kind.PREFILL else self._decode(plan)
             if self._debug_collectives:
                 self._group.compare(plan.header.seq)
 
@@ -218,20 +222,24 @@ class Runner:
 
     def _replay(self, plan: Plan, graphs: DecodeGraphs, variant: Variant) -> Iterator[StepResult]:
         """A window of captured steps, all queued at once. Rows that end on the way are masked by the device."""
-        rows = self._rows.listed(plan.body.rows)
+        group = self._group
+        rows = plan.body.rows.astype(np.int64) if group.place.cp > 1 else self._rows.listed(plan.body.rows)
+        size = graphs.size(plan.header.row_bucket if group.coupled else len(rows))
         generations = self._rows.generations[rows]
         for step in range(plan.header.k):
             self._begin(plan.header.seq, step)
-            if len(rows) == 0 and not self._group.coupled:
+            if len(rows) == 0 and not group.coupled:
                 self._in_flight.append(self._nothing)
                 continue
-            self._in_flight.append(_InFlight(graphs.launch(rows, variant), generations, self._mark()))
+            self._in_flight.append(_InFlight(graphs.launch(rows, variant, size), generations, self._mark()))
             self.timeline.mark(LAUNCHED, plan.header.seq, step)
             yield from self.poll(wait=False)
         self._rows.host_lengths[rows] += plan.header.k
 
     def _decode(self, plan: Plan) -> Iterator[StepResult]:
         steps, rows = plan.header.k, plan.body.rows
+        if self._graphs is not None and self._group.coupled:  # others may replay the same steps
+            self._expert_rows = self._graphs.size(plan.header.row_bucket)
         batch = self._rows.decode(rows, steps)
         for step in range(steps):
             if self._regroup or batch.exhausted:
@@ -241,6 +249,7 @@ class Runner:
             self._step(plan.header.seq, step, (batch,), batch)
             yield from self._read(self._lag)
         self._rows.commit(batch)
+        self._expert_rows = 0
 
     def _prefill(self, plan: Plan) -> Iterator[StepResult]:
         passes = plan.body.passes
@@ -284,7 +293,7 @@ class Runner:
 
     def _logits(self, part: Batch | ChunkPass) -> torch.Tensor:
         if isinstance(part, Batch):
-            inputs = part.inputs()
+            inputs = replace(part.inputs(), expert_rows=self._expert_rows) if self._expert_rows else part.inputs()
         elif (
             self._prefill_graphs is not None
             and not self._rows.scores(part)
@@ -389,10 +398,12 @@ class Runner:
             cp_rank=group.cp_rank,
         )
         self._sampler = loaded.make_sampler(self._rows.sampling)
-        if loaded.graphs and not self._group.coupled:
-            self._graphs = DecodeGraphs(loaded.model, self._kv, self._rows, max_model_len=group.max_model_len)
+        if loaded.graphs and (loaded.nccl or loaded.device.type == "cpu" or not self._group.coupled):
+            self._graphs = DecodeGraphs(
+                loaded.model, self._kv, self._rows, self._group, max_model_len=group.max_model_len
+            )
             self._graphs.capture()
-            if loaded.model.captures_prefill:
+            if loaded.model.captures_prefill and not self._group.coupled:
                 self._prefill_graphs = PrefillGraphs(
                     loaded.model,
                     self._kv,

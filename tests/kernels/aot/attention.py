@@ -38,6 +38,13 @@ def variants() -> Iterator[tuple[str, Callable[[], Any]]]:
                 yield from launches.variants(f"decode {what}", partial(run, decode=True), 2)
                 captured = launches.variants(f"captured prefill {what}", partial(run, decode=False, captured=True), 2)
                 yield next(captured)  # the other kernel is that of prefill
+                if name == FIRST and dtype == torch.bfloat16:
+                    for part in (True, False):  # what context parallelism attends to
+                        form = f"part {what} {'' if part else 'not '}causal"
+                        yield from launches.variants(
+                            f"prefill {form}", partial(run, decode=False, part=True, causal=part), 1
+                        )
+                    yield from launches.variants(f"decode part {what}", partial(run, decode=True, part=True), 2)
                 if name == FIRST:
                     fixed = partial(run, decode=True, deterministic=True)
                     yield from launches.variants(f"decode {what} deterministic", fixed, 2)
@@ -56,9 +63,11 @@ def _run(
     decode: bool,
     deterministic: bool = False,
     captured: bool = False,
+    part: bool = False,  # of a sequence's keys: with its log-sum-exp, and not rounded
+    causal: bool = True,
 ) -> None:
     table = torch.ones(2, 16, dtype=torch.int64)
-    batch = PagedBatch((64, 70), (64, 100), table, block_size)
+    batch = PagedBatch((64, 70), (64, 100), table, block_size, causal=causal)
     if decode:
         batch = PagedBatch((), (), table, block_size, lens=torch.full((2,), 100), max_seq_len=256)
     if captured:
@@ -82,4 +91,5 @@ def _run(
             deterministic=deterministic,
             new_kv=False,
         )
-        cuda.attention(qkv[:, :heads], cache, plan, width**-0.5, None, None, scales)
+        out, lse = (torch.empty(134, heads * width), torch.empty(134, heads)) if part else (None, None)
+        cuda.attention(qkv[:, :heads], cache, plan, width**-0.5, out, None, scales, lse)

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from lockstep_kernels.mla import Expansion, LatentBatch, Prepared, cuda
+from lockstep_kernels.mla import Expansion, LatentBatch, Prepared, cuda, parts
 from lockstep_kernels.rms_norm import Norm
 from tests.kernels import launches
 
@@ -29,6 +29,12 @@ def variants() -> Iterator[tuple[str, Callable[[], Any]]]:
             for before in (0, 100):
                 name = f"prompts h{heads} {dtype} {before} cached"
                 yield from launches.variants(name, partial(_prompts, heads, dtype, before), 3 if before else 2)
+            for sequences in (1, 64):
+                name = f"decode h{heads} {dtype} one by one, {sequences} sequences"
+                yield from launches.variants(
+                    name, partial(_one_by_one, heads, dtype, sequences), 6 if sequences == 1 else 7
+                )
+            yield from launches.variants(f"keys h{heads} {dtype}", partial(_keys, heads, dtype), 1)
 
 
 def _operands(heads: int, tokens: int, dtype: torch.dtype, block_size: int) -> tuple[Any, ...]:
@@ -51,6 +57,24 @@ def _decode(heads: int, dtype: torch.dtype, block_size: int, sequences: int) -> 
     absorbed = cuda.finish(q, latents, norm, cache, prepared, expansion)
     out = torch.empty(sequences, heads * VALUE, dtype=dtype)
     cuda.decode(q, absorbed, cache, plan, expansion, 0.1, out)
+
+
+def _one_by_one(heads: int, dtype: torch.dtype, sequences: int) -> None:
+    q, latents, norm, cache, p, expansion = _operands(heads, sequences, dtype, 64)
+    lens, table = torch.zeros(sequences, dtype=torch.int64), torch.zeros(sequences, 16, dtype=torch.int64)
+    with mock.patch.object(torch.cuda, "get_device_properties", lambda device: H200):
+        plan = parts.plan(LatentBatch(True, (), (), lens, table, 64), expansion, dtype)
+    parts.finish_latents(latents, norm, p.cos, p.sin, True)
+    parts.rotate_queries(q, p.cos, p.sin, True)
+    out, lse = torch.empty(sequences, heads * VALUE), torch.empty(sequences, heads)
+    parts.attend(q, cache, plan, expansion, 0.1, out, lse)
+
+
+def _keys(heads: int, dtype: torch.dtype) -> None:
+    q, _, _, cache, _, expansion = _operands(heads, 4, dtype, 64)
+    batch = LatentBatch(False, (4,), (100,), torch.tensor([100]), torch.zeros(1, 16, dtype=torch.int64), 64)
+    plan = parts.plan(batch, expansion, dtype)
+    parts.attend(q, cache, plan, expansion, 0.1, torch.empty(4, heads * VALUE), torch.empty(4, heads))
 
 
 def _captured(heads: int, dtype: torch.dtype) -> None:

@@ -119,7 +119,7 @@ class Group:
         self._board.post(self.place.rank, "\n".join(mine))
         self.meet(0)
         for rank, peer in enumerate(self._peers):
-            if difference := first_difference(mine, self._board.read(rank).split()):
+            if difference := first_difference(mine, self._board.read(rank).splitlines()):
                 raise GroupLost(f"the collectives of plan {seq} are not those of {peer}, which {difference}")
         self.meet(0)
 

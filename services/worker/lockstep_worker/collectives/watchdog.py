@@ -87,7 +87,7 @@ class Watchdog:
         try:
             self._board.post(self._rank, "\n".join(mine))
             self._stop.wait(self._deadline_s / 2)  # the others notice at about the same time
-            others = [self._board.read(rank).split() for rank in range(len(self._peers))]
+            others = [self._board.read(rank).splitlines() for rank in range(len(self._peers))]
         except RuntimeError as error:
             return f"the group's store is gone, so its host is missing: {self._peers[0]} ({error})"
         missing = [peer for peer, theirs in zip(self._peers, others, strict=True) if not theirs]

@@ -284,16 +284,16 @@ class Balance:
 
 
 class LoadSums:
-    """Adds up what ranks report for one plan. A shard that forwards its ranks' loads uses it as the coordinator does."""
+    """Adds up what the DP ranks report for one plan."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._partial: dict[int, tuple[int, int, npt.NDArray[np.uint64]]] = {}  # by seq: ranks heard, steps, [2, L, E]
 
-    def add(self, seq: int, loads: ExpertLoads, ranks: int = 1) -> ExpertLoads | None:
-        """The sum over all ranks when the last of them is in; `loads` are those of `ranks` ranks. Sums end at 2^32 - 1."""
+    def add(self, seq: int, loads: ExpertLoads) -> ExpertLoads | None:
+        """The sum over all ranks when the last of them is in. Sums end at 2^32 - 1."""
         heard, steps, total = self._partial.pop(seq, (0, 0, np.zeros((2, *loads.prefill.shape), np.uint64)))
-        heard, steps = heard + ranks, max(steps, loads.steps)
+        heard, steps = heard + 1, max(steps, loads.steps)
         total += np.stack((loads.prefill, loads.decode))
         if heard < self._ranks:
             self._partial[seq] = (heard, steps, total)
@@ -360,11 +360,11 @@ class Rebalancer:
 
     # -- reports
 
-    def add(self, seq: int, loads: ExpertLoads, now: float, ranks: int = 1) -> None:
-        """Books the report of plan `seq` of one DP rank, or the sum of several. ValueError if it is not about these experts."""
+    def add(self, seq: int, loads: ExpertLoads, now: float) -> None:
+        """Books one DP rank's report of plan `seq`. ValueError if it is not about these experts."""
         if loads.prefill.shape != self._prefill.shape:
             raise ValueError(f"loads of {loads.prefill.shape} [layers, experts], not of {self._prefill.shape}")
-        report = self._sums.add(seq, loads, ranks)
+        report = self._sums.add(seq, loads)
         if report is None:
             return
         kept = math.exp(-report.steps / self._policy.window)

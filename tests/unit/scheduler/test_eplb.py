@@ -599,15 +599,8 @@ def test_a_report_counts_when_all_ranks_have_spoken() -> None:
         assert r.balance["decode"].mean == 1.0, rank
     r.add(7, loads_of(SKEWED), 1.0)
     assert r.balance["decode"].mean > 3
-    summed = rebalancer(dp=4)  # the same from two shards that forward sums
-    for _ in range(2):
-        sums = LoadSums(2)
-        assert sums.add(7, loads_of(SKEWED)) is None
-        both = sums.add(7, loads_of(SKEWED))
-        assert both is not None
-        summed.add(7, both, 1.0, ranks=2)
-    np.testing.assert_array_equal(summed._decode, r._decode)
-    assert summed.next_move() == r.next_move() is not None
+    assert r.next_move() is not None
+    np.testing.assert_array_equal(r._decode, 4.0 * SKEWED)
 
 
 def test_sums_do_not_wrap_and_forget_what_stays_incomplete() -> None:

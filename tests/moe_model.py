@@ -131,7 +131,7 @@ def weights(form: Form, shape: MoeShape, seed: int) -> Tensors:
 
     def draw(*size: int, scale: float = 2.0) -> torch.Tensor:
         """Values that keep `scale` times the mean square root of what they are multiplied with."""
-        return torch.randn(*size, generator=generator) * scale / size[-1] ** 0.5
+        return torch.mul(torch.randn(*size, generator=generator), scale / size[-1] ** 0.5)
 
     def gain(size: int) -> torch.Tensor:
         return 1 + 0.1 * torch.randn(size, generator=generator)

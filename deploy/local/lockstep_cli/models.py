@@ -9,7 +9,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -51,6 +52,33 @@ CATALOG: dict[str, Source] = {
 }
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """How a dense model is cut into experts; None: what suits the model (see `lockstep_cli.moefy`)."""
+
+    experts: int = 8
+    top_k: int | None = None  # experts for a token; None: all, with weight 1, so that it stays the same model
+    form: str | None = None  # one of `lockstep_cli.moe_forms`
+    shared: int | None = None  # experts for all tokens beside them, where the form has such
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A mixture of experts that is made here of a dense model of the catalog."""
+
+    dense: str
+    recipe: Recipe
+    about: str
+
+
+DERIVED: dict[str, Derived] = {
+    "smollm2-135m-moe": Derived(DEFAULT_MODEL, Recipe(), f"{DEFAULT_MODEL} as 8 experts that all run"),
+    "smollm2-135m-moe-sparse": Derived(
+        DEFAULT_MODEL, Recipe(top_k=4), f"{DEFAULT_MODEL} as 8 experts, of which a token takes 4"
+    ),
+}
+
+
 def models_root() -> Path:
     return cache_root() / "models"
 
@@ -67,7 +95,7 @@ def resolve(model: str, report: Report) -> Path:
         if not (path / "config.json").is_file():
             raise ConfigError(f"{path}: no config.json in it; a model is a directory in Hugging Face's format")
         return path.resolve()
-    if path.suffix == ".gguf" or model in CATALOG:
+    if path.suffix == ".gguf" or model in CATALOG or model in DERIVED:
         return get(model, report)
     if "/" not in model and directory_of(model).is_dir():
         return directory_of(model)
@@ -75,15 +103,18 @@ def resolve(model: str, report: Report) -> Path:
 
 
 def get(model: str, report: Report, dtype: Dtype = "bfloat16") -> Path:
-    """Fetches a model of the catalog, or converts a GGUF file; returns its directory. Does nothing if it is there."""
+    """Fetches or makes a model of the catalogs, or converts a GGUF file; returns its directory. Does nothing if it is there."""
+    if model in DERIVED:
+        return _get_derived(model, report, dtype)
     source = CATALOG.get(model)
     gguf_path = Path(model).expanduser()
     if source is None and gguf_path.suffix != ".gguf":
-        raise ConfigError(f"no model {model!r} to fetch; known: {', '.join(CATALOG)}, or give the path of a .gguf file")
+        known = ", ".join([*CATALOG, *DERIVED])
+        raise ConfigError(f"no model {model!r} to fetch; known: {known}, or give the path of a .gguf file")
     if source is None and not gguf_path.is_file():
         raise ConfigError(f"{gguf_path}: no such file")
     target = directory_of(model if source else gguf_path.stem, dtype)
-    with locked(models_root() / ".lock"):
+    with exclusively():
         if not target.is_dir():
             _remove_leftovers()
             if source:
@@ -93,13 +124,18 @@ def get(model: str, report: Report, dtype: Dtype = "bfloat16") -> Path:
     return target
 
 
+def exclusively() -> AbstractContextManager[None]:
+    """While it is entered no other process makes a model in the cache, or sweeps it."""
+    return locked(models_root() / ".lock")
+
+
 def cached() -> list[Path]:
     """The model directories in the cache."""
     return sorted(path.parent for path in models_root().glob("*/config.json"))
 
 
 def _known_names() -> list[str]:
-    return sorted({*CATALOG, *(path.name for path in cached())})
+    return sorted({*CATALOG, *DERIVED, *(path.name for path in cached())})
 
 
 def _remove_leftovers() -> None:
@@ -107,6 +143,35 @@ def _remove_leftovers() -> None:
     for pattern in (".download-*", ".partial-*"):
         for path in models_root().glob(pattern):
             shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def written_whole(target: Path) -> Iterator[Path]:
+    """A directory beside the target that takes its name at the end, so that one of that name is always complete."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=target.parent))
+    try:
+        yield partial
+        partial.chmod(0o755)
+        partial.rename(target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _get_derived(model: str, report: Report, dtype: Dtype) -> Path:
+    derived, target = DERIVED[model], directory_of(model, dtype)
+    if target.is_dir():
+        return target
+    from lockstep_cli.moefy import moefy, plan  # torch: not needed when the model is cached
+
+    dense = get(derived.dense, report, dtype)
+    with exclusively():
+        if not target.is_dir():
+            _remove_leftovers()
+            with written_whole(target) as partial:
+                moefy(dense, partial, plan(dense, derived.recipe), None, report)
+    return target
 
 
 def _fetch_and_convert(source: Source, target: Path, report: Report, dtype: Dtype) -> None:
@@ -120,18 +185,10 @@ def _fetch_and_convert(source: Source, target: Path, report: Report, dtype: Dtyp
 def _convert(
     gguf_path: Path, target: Path, report: Report, dtype: Dtype, generation: Mapping[str, float | bool]
 ) -> None:
-    """Converts beside the target and renames, so that a directory under its name is always complete."""
     from lockstep_cli.convert import convert_gguf  # numpy and gguf: not needed when the model is cached
 
-    models_root().mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=models_root()))
-    try:
+    with written_whole(target) as partial:
         convert_gguf(gguf_path, partial, dtype, generation, lambda fraction: report("converting weights", fraction))
-        partial.chmod(0o755)
-        partial.rename(target)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def _download(requirement: str, into: Path, report: Report) -> Path:

@@ -39,8 +39,8 @@ def run_ranks(
         thread.start()
     for thread in threads:
         thread.join()
-    for rank in sorted(errors):
-        raise errors[rank]
+    for error in errors.values():  # the first one: the others may have broken down with it
+        raise error
     return [results[rank] for rank in range(dp * cp)]
 
 
@@ -54,7 +54,13 @@ def make_group(
         if size == 1:
             return Alone()
         return OverHost(
-            PrefixStore(name, store), recorder, rank, size, host="127.0.0.1", timeout=timedelta(seconds=timeout_s)
+            name.partition("-")[0],
+            PrefixStore(name, store),
+            recorder,
+            rank,
+            size,
+            host="127.0.0.1",
+            timeout=timedelta(seconds=timeout_s),
         )
 
     everybody = over("everybody", place.rank, place.size)

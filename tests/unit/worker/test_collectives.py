@@ -78,7 +78,11 @@ def test_collectives_are_counted_within_a_step_alike_on_all_ranks() -> None:
         return [record.id.key for record in group.recorder.history()]
 
     first, second = run_ranks(2, 1, work)
-    assert first == second == [f"{s}.{t}.{i}.{n}" for s, t in ((1, 0), (1, 1), (2, 0)) for i, n in ((0, "a"), (1, "b"))]
+    assert (
+        first
+        == second
+        == [f"{s}.{t}.world.{i}.{n}" for s, t in ((1, 0), (1, 1), (2, 0)) for i, n in ((0, "a"), (1, "b"))]
+    )
 
 
 def test_nobody_needs_nobody() -> None:

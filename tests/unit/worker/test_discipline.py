@@ -30,6 +30,7 @@ def watched(group: Group, store: HashStore, reports: dict[int, str]) -> Watchdog
         peers=tuple(f"worker-{r}" for r in range(group.place.size)),
         deadline_s=DEADLINE_S,
         report=lambda message: reports.update({rank: message}),
+        together=group.place.share,
     )
 
 
@@ -49,7 +50,7 @@ def test_a_rank_that_does_not_arrive_is_named_by_all_others_and_costs_them_nothi
     run_ranks(3, 1, work)
     assert set(reports) == {0, 2}
     for report in reports.values():
-        assert report.startswith("b (plan 3, step 1, collective 1) has waited")
+        assert report.startswith("b (plan 3, step 1, world 1) has waited")
         assert report.endswith("; missing: worker-1")
 
 
@@ -66,7 +67,7 @@ def test_a_rank_that_skips_a_collective_is_named_with_the_first_difference() -> 
         for name in names:
             group.world.all_gather(name, torch.zeros(1))
         if group.place.rank == 2:  # its records tell, though it waits in no collective now
-            with group.recorder.during("plan, length"):
+            with group.recorder.during("plan, length", "control"):
                 told.wait(10)
         elif len(names) == 3:
             told.set()
@@ -76,7 +77,7 @@ def test_a_rank_that_skips_a_collective_is_named_with_the_first_difference() -> 
         run_ranks(3, 1, work, timeout_s=4 * DEADLINE_S)
     assert {0, 1} <= set(reports)
     for rank in (0, 1):
-        assert "out of step: worker-2 had 3.0.1.dispatch where this rank had 3.0.1.combine" in reports[rank]
+        assert "out of step: worker-2 had 3.0.world.1.dispatch where this rank had 3.0.world.1.combine" in reports[rank]
 
 
 def test_a_debug_comparison_finds_what_gloo_would_not() -> None:
@@ -94,21 +95,24 @@ def test_a_debug_comparison_finds_what_gloo_would_not() -> None:
         return lost.value.message
 
     first, second = run_ranks(2, 1, work)
-    assert first == "the collectives of plan 2 are not those of worker-1, which had 2.0.0.b where this rank had 2.0.0.a"
+    assert (
+        first
+        == "the collectives of plan 2 are not those of worker-1, which had 2.0.world.0.b where this rank had 2.0.world.0.a"
+    )
     assert "worker-0" in second
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.data())
 def test_equal_records_do_not_differ_and_a_changed_one_does(names: list[int], data: st.DataObject) -> None:
-    keys = [f"1.0.{i}.{name}" for i, name in enumerate(names)]
+    keys = [f"1.0.world.{i}.{name}" for i, name in enumerate(names)]
     assert first_difference(keys, keys[data.draw(st.integers(0, len(keys) - 1)) :]) == ""
     if len(keys) > 1:
         at = data.draw(st.integers(1, len(keys) - 1))
-        other = [*keys[:at], f"1.0.{at}.other", *keys[at + 1 :]]
-        assert first_difference(keys, other) == f"had 1.0.{at}.other where this rank had {keys[at]}"
+        other = [*keys[:at], f"1.0.world.{at}.other", *keys[at + 1 :]]
+        assert first_difference(keys, other) == f"had 1.0.world.{at}.other where this rank had {keys[at]}"
         assert first_difference(keys, keys[:at]) == f"is in {keys[at - 1]}, before {keys[-1]}"
         assert first_difference(keys[:at], keys) == f"is in {keys[-1]}, past {keys[at - 1]}"
-    assert first_difference(keys, ["9.0.0.x"]) == f"is in 9.0.0.x, long past or before {keys[-1]}"
+    assert first_difference(keys, ["9.0.world.0.x"]) == f"is in 9.0.world.0.x, long past or before {keys[-1]}"
 
 
 def test_nobody_to_compare_with() -> None:

@@ -114,9 +114,9 @@ class Board:
 
 
 def test_a_collective_past_its_deadline_is_reported_once_with_who_is_missing() -> None:
-    here, board, reports = CollectiveId(7, 2, 0, "step"), Board(), list[str]()
+    here, board, reports = CollectiveId(7, 2, "world", 0, "step"), Board(), list[str]()
     board.post(2, here.key)
-    board.post(3, "6.0.0.step")
+    board.post(3, "6.0.world.0.step")
     reported = threading.Event()
 
     def report(message: str) -> None:
@@ -126,15 +126,19 @@ def test_a_collective_past_its_deadline_is_reported_once_with_who_is_missing() -
     recorder = Recorder()
     recorder.at(7, 2)
     peers = ("a:1", "b:1", "c:1", "d:1")
-    watchdog = Watchdog(recorder, board, rank=0, peers=peers, deadline_s=0.02, report=report)
+    watchdog = Watchdog(
+        recorder, board, rank=0, peers=peers, deadline_s=0.02, report=report, together=lambda rank: ("world",)
+    )
     watchdog.start()
-    with recorder.during("step"):
+    with recorder.during("step", "world"):
         assert reported.wait(5)
         time.sleep(0.05)
     watchdog.stop()
     (message,) = reports
-    assert message.startswith("step (plan 7, step 2, collective 0) has waited")
-    assert message.endswith("missing: b:1; out of step: d:1 is in 6.0.0.step, long past or before 7.2.0.step")
+    assert message.startswith("step (plan 7, step 2, world 0) has waited")
+    assert message.endswith(
+        "missing: b:1; out of step: d:1 is in 6.0.world.0.step, long past or before 7.2.world.0.step"
+    )
     assert [record.id for record in recorder.history()] == [here] and recorder.waiting() is None
 
 

@@ -166,7 +166,7 @@ def test_ranks_that_share_no_experts_meet_before_every_step() -> None:
 
     class Meeting(Group):
         def meet(self, mine: int) -> int:
-            with self.recorder.during("step") as collective:
+            with self.recorder.during("step", "everybody") as collective:
                 met.append(collective)
             return mine
 

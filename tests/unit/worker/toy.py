@@ -57,6 +57,7 @@ class ToyModel:
     vocab_size = VOCAB
     max_model_len = MAX_LEN
     routed_experts = False
+    experts = None
     deterministic = True
     generated_reusable = True
     captures_prefill = True
@@ -176,9 +177,11 @@ class Choice:
 class PlanDriver:
     """Feeds a runner plans the way a scheduler does: each row has blocks of its own, appended as needed."""
 
-    def __init__(self, runner: Runner, *, window: int = 4) -> None:
+    def __init__(self, runner: Runner, *, window: int = 4, block: int = BLOCK) -> None:
+        """block: tokens of a block, as the scheduler counts them."""
         self.runner = runner
         self.window = window
+        self.block = block
         self.rows: dict[int, Choice] = {}
         self.prompts: list[PromptChunk] = []  # all that came, in order
         self._blocks: dict[int, int] = {}
@@ -190,7 +193,7 @@ class PlanDriver:
         adds = []
         for row, choice in choices.items():
             choice.fresh = True
-            count = -(-len(choice.tokens) // BLOCK)
+            count = -(-len(choice.tokens) // self.block)
             self._blocks[row] = count
             adds.append(
                 AddRow(
@@ -223,7 +226,7 @@ class PlanDriver:
         listed = sorted(self.running() if rows is None else rows)
         writes: list[tuple[int, int, int]] = []
         for row in listed:
-            need = -(-min(len(self.rows[row].tokens) + self.window + self.runner.in_flight, MAX_LEN) // BLOCK)
+            need = -(-min(len(self.rows[row].tokens) + self.window + self.runner.in_flight, MAX_LEN) // self.block)
             if need > self._blocks[row]:
                 writes.append((row, self._blocks[row], need - self._blocks[row]))
                 self._blocks[row] = need
@@ -257,7 +260,7 @@ class PlanDriver:
 
     def _plan(self, kind: Kind, k: int, body: Body, micro: tuple[int, ...] = ()) -> Plan:
         self._seq += 1
-        return Plan(Header(1, self._seq, kind, 0, k, micro_chunks=micro), body)
+        return Plan(Header(1, self._seq, kind, 0, k, row_bucket=ROWS, micro_chunks=micro), body)
 
     def _book(self, results: Iterable[StepResult]) -> None:
         for result in results:

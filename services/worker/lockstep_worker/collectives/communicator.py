@@ -116,42 +116,43 @@ class Alone:
 class _OverGroup:
     """A communicator over one of torch's process groups."""
 
-    def __init__(self, group: Any, recorder: Recorder, rank: int, size: int) -> None:
+    def __init__(self, scope: str, group: Any, recorder: Recorder, rank: int, size: int) -> None:
+        self._scope = scope
         self.rank, self.size = rank, size
         self._group = group
         self._recorder = recorder
 
     def all_gather(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        with self._recorder.during(name):
+        with self._recorder.during(name, self._scope):
             return self._finish(name, *self._begin_gather(name, x))
 
     def all_gather_later(self, name: str, x: torch.Tensor) -> Callable[[], torch.Tensor]:
-        with self._recorder.during(name):
+        with self._recorder.during(name, self._scope):
             return self._later(name, *self._begin_gather(name, x))
 
     def all_to_all(self, name: str, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
-        with self._recorder.during(name):
+        with self._recorder.during(name, self._scope):
             return self._finish(name, *self._begin_all_to_all(name, x, sent, received))
 
     def all_to_all_later(
         self, name: str, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]
     ) -> Callable[[], torch.Tensor]:
-        with self._recorder.during(name):
+        with self._recorder.during(name, self._scope):
             return self._later(name, *self._begin_all_to_all(name, x, sent, received))
 
     def swap(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        with self._recorder.during(name):
+        with self._recorder.during(name, self._scope):
             return self._finish(name, *self._begin_swap(name, x))
 
     def swap_later(self, name: str, x: torch.Tensor) -> Callable[[], torch.Tensor]:
-        with self._recorder.during(name):
+        with self._recorder.during(name, self._scope):
             return self._later(name, *self._begin_swap(name, x))
 
     def broadcast(self, name: str, x: torch.Tensor, source: int = 0) -> torch.Tensor:
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
         data = self._outgoing(x)
-        with self._recorder.during(name):
+        with self._recorder.during(name, self._scope):
             work = self._call(name, lambda: self._group.broadcast([data], options))
             return self._finish(name, work, lambda: self._over(x, data))
 
@@ -159,7 +160,7 @@ class _OverGroup:
         options = AllreduceOptions()
         options.reduceOp = ReduceOp.MAX  # type: ignore[assignment]
         data = self._numbers(x)
-        with self._recorder.during(name):
+        with self._recorder.during(name, self._scope):
             work = self._call(name, lambda: self._group.allreduce([data], options))
             return self._finish(name, work, lambda: x if data is x else x.copy_(data))
 
@@ -194,7 +195,7 @@ class _OverGroup:
 
     def _later(self, name: str, work: Any, result: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         def finish() -> torch.Tensor:
-            with self._recorder.during(f"{name}, arrival"):
+            with self._recorder.during(f"{name}, arrival", self._scope):
                 return self._finish(name, work, result)
 
         return finish
@@ -230,13 +231,13 @@ class OverHost(_OverGroup):
     """gloo, on the CPU; tensors of other devices take the way through the host's memory."""
 
     def __init__(
-        self, store: Store, recorder: Recorder, rank: int, size: int, *, host: str, timeout: timedelta
+        self, scope: str, store: Store, recorder: Recorder, rank: int, size: int, *, host: str, timeout: timedelta
     ) -> None:
-        """`host`: an address of this machine that the other ranks reach. RuntimeError if they do not come in time."""
+        """`scope`: what records call it. `host`: an address of this machine that the other ranks reach. RuntimeError if they do not come in time."""
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timeout
         options._devices = [ProcessGroupGloo.create_device(hostname=host)]
-        super().__init__(ProcessGroupGloo(store, rank, size, options), recorder, rank, size)
+        super().__init__(scope, ProcessGroupGloo(store, rank, size, options), recorder, rank, size)
 
     def _outgoing(self, x: torch.Tensor) -> torch.Tensor:
         return _bytes(x.cpu())
@@ -251,12 +252,14 @@ class OverHost(_OverGroup):
 class OverNccl(_OverGroup):
     """NCCL: from device to device, in the order of the current stream."""
 
-    def __init__(self, store: Store, recorder: Recorder, rank: int, size: int, *, timeout: timedelta) -> None:
+    def __init__(
+        self, scope: str, store: Store, recorder: Recorder, rank: int, size: int, *, timeout: timedelta
+    ) -> None:
         from torch.distributed import ProcessGroupNCCL  # only CUDA builds of torch have it
 
         options = ProcessGroupNCCL.Options()
         options._timeout = timeout
-        super().__init__(ProcessGroupNCCL(store, rank, size, options), recorder, rank, size)
+        super().__init__(scope, ProcessGroupNCCL(store, rank, size, options), recorder, rank, size)
         self._store = store
 
     def process_group(self) -> Any:

@@ -19,7 +19,7 @@ from lockstep_common.errors import Conflict, DeadlineExceeded, Unavailable
 from lockstep_common.steps import GroupConfig
 from lockstep_worker.collectives.communicator import Alone, Communicator, OverHost, OverNccl
 from lockstep_worker.collectives.record import Recorder
-from lockstep_worker.collectives.watchdog import Board, Watchdog, first_difference
+from lockstep_worker.collectives.watchdog import Board, Watchdog, first_difference, shared
 from lockstep_worker.protocol import GroupLost
 
 log = logging.getLogger(__name__)
@@ -48,6 +48,10 @@ class Place:
     @property
     def cp_rank(self) -> int:
         return self.rank % self.cp
+
+    def share(self, rank: int) -> tuple[str, ...]:
+        """The communicators that this rank and another one have in common."""
+        return ("everybody", "world", "cp") if rank // self.cp == self.dp_rank else ("everybody", "world")
 
 
 ONLY: Final = Place()
@@ -115,11 +119,12 @@ class Group:
         several messages a plan."""
         if self._board is None:
             return
-        mine = [f"plan-{seq}", *self.recorder.of_plan(seq)]
+        mine = [f"{seq}.begins.everybody.0.plan", *self.recorder.of_plan(seq)]
         self._board.post(self.place.rank, "\n".join(mine))
         self.meet(0)
         for rank, peer in enumerate(self._peers):
-            if difference := first_difference(mine, self._board.read(rank).splitlines()):
+            theirs, together = self._board.read(rank).splitlines(), self.place.share(rank)
+            if difference := first_difference(shared(mine, together), shared(theirs, together)):
                 raise GroupLost(f"the collectives of plan {seq} are not those of {peer}, which {difference}")
         self.meet(0)
 
@@ -178,10 +183,11 @@ def form(
     def over(name: str, rank: int, size: int, *, of_device: bool, recorder: Recorder = recorder) -> Communicator:
         if size == 1:
             return ALONE
-        named = PrefixStore(name, store)
+        scope, named = name.partition("-")[0], PrefixStore(name, store)
         if of_device and nccl and device.type == "cuda":
-            return OverNccl(named, recorder, rank, size, timeout=timeout)
-        return OverHost(named, recorder, rank, size, host=host, timeout=timedelta(seconds=GIVEN_UP * deadline_s))
+            return OverNccl(scope, named, recorder, rank, size, timeout=timeout)
+        patience = timedelta(seconds=GIVEN_UP * deadline_s)
+        return OverHost(scope, named, recorder, rank, size, host=host, timeout=patience)
 
     try:
         everybody = over("everybody", place.rank, place.size, of_device=False)
@@ -192,7 +198,9 @@ def form(
     except RuntimeError as error:
         raise Unavailable(f"the group's workers cannot connect to each other: {error}") from error
     board = StoreBoard(store)
-    watchdog = Watchdog(recorder, board, rank=place.rank, peers=peers, deadline_s=deadline_s, report=report)
+    watchdog = Watchdog(
+        recorder, board, rank=place.rank, peers=peers, deadline_s=deadline_s, report=report, together=place.share
+    )
     watchdog.start()
     return Group(
         place,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,19 +16,25 @@ PROLOGUE: Final = -1  # the step of what comes before a plan's first one
 
 @dataclass(frozen=True, slots=True)
 class CollectiveId:
-    """The same on all ranks: plan, step within it, and number of the collective within the step."""
+    """The same on all ranks that take part: plan, step within it, communicator, and number of the collective in that step there."""
 
     seq: int
     step: int
+    scope: str
     index: int
     name: str
 
     def __str__(self) -> str:
-        return f"{self.name} (plan {self.seq}, step {self.step}, collective {self.index})"
+        return f"{self.name} (plan {self.seq}, step {self.step}, {self.scope} {self.index})"
 
     @property
     def key(self) -> str:
-        return f"{self.seq}.{self.step}.{self.index}.{self.name}"
+        return f"{self.seq}.{self.step}.{self.scope}.{self.index}.{self.name}"
+
+
+def scope_of(key: str) -> str:
+    """The communicator that a key is of."""
+    return key.split(".", 3)[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +48,22 @@ class Recorder:
     """The collective that is open now and the last ones before it. Written by the step thread, read by the watchdog."""
 
     def __init__(self) -> None:
-        self._seq = self._step = self._index = 0
+        self._seq = self._step = 0
+        self._counts: Counter[str] = Counter()
         self._open: tuple[CollectiveId, float] | None = None
         self._done: deque[Record] = deque(maxlen=KEPT)
         self._lock = threading.Lock()
 
     def at(self, seq: int, step: int) -> None:
         """The collectives from here on belong to this step of this plan, and are counted from 0."""
-        self._seq, self._step, self._index = seq, step, 0
+        self._seq, self._step = seq, step
+        self._counts.clear()
 
     @contextmanager
-    def during(self, name: str) -> Iterator[CollectiveId]:
-        """The next collective of the step, while it is open."""
-        collective = CollectiveId(self._seq, self._step, self._index, name)
-        self._index += 1
+    def during(self, name: str, scope: str) -> Iterator[CollectiveId]:
+        """The next collective of the step in this communicator, while it is open."""
+        collective = CollectiveId(self._seq, self._step, scope, self._counts[scope], name)
+        self._counts[scope] += 1
         start_s = time.monotonic()
         self._open = (collective, start_s)
         try:

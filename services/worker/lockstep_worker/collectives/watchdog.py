@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
-from lockstep_worker.collectives.record import CollectiveId, Recorder
+from lockstep_worker.collectives.record import CollectiveId, Recorder, scope_of
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,10 @@ class Watchdog:
         peers: tuple[str, ...],
         deadline_s: float,
         report: Callable[[str], None],
+        together: Callable[[int], Sequence[str]],
     ) -> None:
+        """together(rank): the communicators that this rank and another one have in common."""
+        self._together = together
         self._recorder = recorder
         self._board = board
         self._rank = rank
@@ -93,12 +96,21 @@ class Watchdog:
         missing = [peer for peer, theirs in zip(self._peers, others, strict=True) if not theirs]
         astray = [
             f"{peer} {difference}"
-            for peer, theirs in zip(self._peers, others, strict=True)
-            if theirs and (difference := first_difference(mine, theirs))
+            for rank, (peer, theirs) in enumerate(zip(self._peers, others, strict=True))
+            if theirs and (difference := self._difference(rank, mine, theirs))
         ]
         said = [f"missing: {', '.join(missing)}"] if missing else []
         said += [f"out of step: {'; '.join(astray)}"] if astray else []
         return "; ".join(said) or "nobody is missing: all have arrived"
+
+    def _difference(self, rank: int, mine: Sequence[str], theirs: Sequence[str]) -> str:
+        together = self._together(rank)
+        return first_difference(shared(mine, together), shared(theirs, together))
+
+
+def shared(keys: Sequence[str], scopes: Sequence[str]) -> list[str]:
+    """The keys of collectives in these communicators."""
+    return [key for key in keys if scope_of(key) in scopes]
 
 
 def first_difference(mine: Sequence[str], theirs: Sequence[str]) -> str:
@@ -106,6 +118,10 @@ def first_difference(mine: Sequence[str], theirs: Sequence[str]) -> str:
 
     Both are sequences of `CollectiveId.key`. A rank that is only behind, or ahead, differs where the shorter one ends.
     """
+    if not mine or not theirs:
+        return (
+            "" if list(mine) == list(theirs) else f"has been through {len(theirs)} collectives, this rank {len(mine)}"
+        )
     start = _common_start(mine, theirs)
     if start is None:
         return f"is in {theirs[-1]}, long past or before {mine[-1]}"

@@ -77,12 +77,20 @@ def _profile(argv: Sequence[str]) -> int:
 
 
 def _bench(argv: Sequence[str]) -> int:
+    return _measuring("lockstep_bench", argv)
+
+
+def _sim(argv: Sequence[str]) -> int:
+    return _measuring("lockstep_bench.sim", argv)
+
+
+def _measuring(package: str, argv: Sequence[str]) -> int:
     """lockstep-bench stands above this package: it is looked up, never imported."""
     if importlib.util.find_spec("lockstep_bench") is None:
         raise ConfigError(
             "the package lockstep-bench is not installed: pip install ./deploy/bench (from a working copy)"
         )
-    status = importlib.import_module("lockstep_bench.__main__").main(list(argv))
+    status = importlib.import_module(f"{package}.__main__").main(list(argv))
     return int(status or 0)
 
 
@@ -91,6 +99,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "model": ("fetch and list models", _model),
     "chat": ("talk to a model", _chat),
     "bench": ("measure", _bench),
+    "sim": ("run the scheduler against simulated workers", _sim),
     "profile": ("record a running worker's steps in a trace", _profile),
 }
 

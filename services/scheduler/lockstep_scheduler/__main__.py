@@ -19,11 +19,13 @@ from lockstep_proto.v1 import scheduler_pb2_grpc
 from lockstep_scheduler import metrics
 from lockstep_scheduler.config import SchedulerConfig
 from lockstep_scheduler.eplb import EplbPolicy
+from lockstep_scheduler.follower import Follower
 from lockstep_scheduler.group import GroupSupervisor
 from lockstep_scheduler.ledger import Ledger, NoLedger
 from lockstep_scheduler.loop import StepLoop
 from lockstep_scheduler.server import SchedulerService
 from lockstep_scheduler.settings import Settings
+from lockstep_scheduler.shards import Following, Hub
 
 if TYPE_CHECKING:
     from lockstep_scheduler.redis_ledger import RedisLedger
@@ -55,6 +57,9 @@ async def serve(settings: SchedulerConfig) -> None:
     server = rpc.make_server(settings.security)
     health = rpc.Health(server, SERVICE)
     scheduler_pb2_grpc.add_SchedulerServicer_to_server(service, server)
+    hub = Hub(settings, clock) if len(settings.shards) > 1 and settings.shard == 0 else None
+    if hub is not None:
+        scheduler_pb2_grpc.add_ShardsServicer_to_server(hub, server)
     port = rpc.bind(server, f"{settings.host}:{settings.port}", settings.security)
     address = settings.advertise or f"{settings.host}:{port}"
     if settings.metrics_port:
@@ -69,7 +74,11 @@ async def serve(settings: SchedulerConfig) -> None:
         service.group_changed()
         background.append(asyncio.ensure_future(health.ready(loop.ready)))
 
-    group = GroupSupervisor(settings, loop, changed)
+    group: GroupSupervisor | Follower
+    if settings.shard:
+        group = Follower(settings, loop, changed, Following(settings, clock))
+    else:
+        group = GroupSupervisor(settings, loop, changed, hub)
     background: list[asyncio.Future[None]] = []
     tasks = [
         asyncio.create_task(group.run()),
@@ -130,7 +139,7 @@ def loop_settings(settings: SchedulerConfig) -> Settings:
     )
 
 
-async def tick(loop: StepLoop, group: GroupSupervisor) -> None:
+async def tick(loop: StepLoop, group: GroupSupervisor | Follower) -> None:
     while True:
         await asyncio.sleep(TICK_SECONDS)
         if error := loop.tick():

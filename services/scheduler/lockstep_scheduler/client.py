@@ -20,6 +20,7 @@ from lockstep_common.steps import (
     ExpertLoads,
     GroupConfig,
     Header,
+    Kind,
     KvGroup,
     PlanOutcome,
     PromptChunk,
@@ -212,13 +213,18 @@ class WorkerClient:
 
 
 class WorkerGroup:
-    """All workers of a formed group, as the step loop sends to them."""
+    """The drivers of a shard's DP ranks in a formed group, as the step loop sends to them."""
 
     def __init__(self, clients: Sequence[WorkerClient]) -> None:
         self._clients = clients
+        self._agreed: tuple[Header, bytes] | None = None
+
+    def agreed(self, header: Header, data: bytes) -> None:
+        """The bytes of a header that came from the coordinator: every rank gets the same ones."""
+        self._agreed = (header, data)
 
     def send(self, header: Header, bodies: Sequence[Body]) -> None:
-        data = write_header(header)
+        data = self._agreed[1] if self._agreed is not None and self._agreed[0] is header else write_header(header)
         for client, body in zip(self._clients, bodies, strict=True):
             client.send(data, body)
 
@@ -259,6 +265,24 @@ def write_header(header: Header) -> bytes:
         moved_experts=np.array(header.moved_experts, "<u4").tobytes(),
     )
     return message.SerializeToString(deterministic=True)
+
+
+def read_header(data: bytes) -> Header:
+    message = worker_pb2.Header.FromString(data)
+    return Header(
+        epoch=message.epoch,
+        seq=message.seq,
+        kind=Kind(message.kind),
+        first_step=message.first_step,
+        k=message.k,
+        row_bucket=message.row_bucket,
+        micro_chunks=tuple(u32(message.micro_chunks).tolist()),
+        placement_version=message.placement_version,
+        moved_layer=message.moved_layer,
+        capture_bucket=message.capture_bucket,
+        report_loads=message.report_loads,
+        moved_experts=tuple(u32(message.moved_experts).tolist()),
+    )
 
 
 def write_body(body: Body) -> worker_pb2.Body:
@@ -335,13 +359,51 @@ def read_outcome(message: worker_pb2.PlanOutcome) -> PlanOutcome:
         step_ns=message.step_ns,
         turnaround_ns=message.turnaround_ns,
         idle_ns=message.idle_ns,
-        expert_loads=_expert_loads(message.expert_loads) if message.HasField("expert_loads") else None,
+        expert_loads=read_loads(message.expert_loads) if message.HasField("expert_loads") else None,
     )
 
 
-def _expert_loads(message: worker_pb2.ExpertLoads) -> ExpertLoads:
+def write_loads(loads: ExpertLoads) -> worker_pb2.ExpertLoads:
+    layers, experts = loads.prefill.shape
+    return worker_pb2.ExpertLoads(
+        layers=layers,
+        experts=experts,
+        prefill=loads.prefill.astype("<u4", copy=False).tobytes(),
+        decode=loads.decode.astype("<u4", copy=False).tobytes(),
+        steps=loads.steps,
+    )
+
+
+def read_loads(message: worker_pb2.ExpertLoads) -> ExpertLoads:
     shape = (message.layers, message.experts)
     return ExpertLoads(u32(message.prefill).reshape(shape), u32(message.decode).reshape(shape), message.steps)
+
+
+def write_facts(facts: WorkerFacts) -> worker_pb2.WorkerFacts:
+    return worker_pb2.WorkerFacts(
+        model=facts.model,
+        config_hash=facts.config_hash,
+        device=facts.device,
+        dtype=facts.dtype,
+        vocab_size=facts.vocab_size,
+        max_model_len=facts.max_model_len,
+        max_rows=facts.max_rows,
+        weights_epoch=facts.weights_epoch,
+        groups=[
+            worker_pb2.KvGroup(kind=g.kind, block_size=g.block_size, num_blocks=g.num_blocks, dtype=g.dtype)
+            for g in facts.groups
+        ],
+        deterministic=facts.deterministic,
+        routed_experts=facts.routed_experts,
+        generated_reusable=facts.generated_reusable,
+        moe_layers=facts.moe_layers,
+        routed_expert_count=facts.routed_expert_count,
+        expert_slots=facts.expert_slots,
+        expert_groups=facts.expert_groups,
+        dp=facts.dp,
+        cp=facts.cp,
+        rank=facts.rank,
+    )
 
 
 def read_facts(message: worker_pb2.WorkerFacts) -> WorkerFacts:

@@ -21,6 +21,11 @@ class SchedulerConfig:
     workers: tuple[str, ...] = setting(
         (), "host:port of each worker, by DP rank; several workers step together", metavar="LIST"
     )
+    shards: tuple[str, ...] = setting(
+        (), "host:port of each scheduler of the group, the coordinator first (default: this one alone)", metavar="LIST"
+    )
+    shard: int = setting(0, "this scheduler's place in --shards; each drives a part of the DP ranks")
+    vote_timeout: float = setting(60.0, "seconds that a vote may wait for other shards before the group is given up")
     shard_id: str = setting("", "name of this scheduler in the registry and in records (default: host name and port)")
     lockstep: str = setting(
         "auto",
@@ -75,6 +80,7 @@ class SchedulerConfig:
             raise ConfigError("no worker given: set --workers host:port (one for each DP rank)")
         if len(set(self.workers)) != len(self.workers):
             raise ConfigError(f"--workers names an address twice: {', '.join(self.workers)}")
+        self._check_shards()
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "max_window"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1")
@@ -88,6 +94,16 @@ class SchedulerConfig:
         if self.vote_interval_ms < 0:
             raise ConfigError("vote_interval_ms must not be negative")
         self._check_eplb()
+
+    def _check_shards(self) -> None:
+        if len(set(self.shards)) != len(self.shards):
+            raise ConfigError(f"--shards names an address twice: {', '.join(self.shards)}")
+        if not 0 <= self.shard < max(1, len(self.shards)):
+            raise ConfigError(
+                f"--shard {self.shard} has no place in --shards, which names {len(self.shards)} scheduler(s)"
+            )
+        if self.vote_timeout <= 0:
+            raise ConfigError("vote_timeout must be above 0")
 
     def _check_eplb(self) -> None:
         for name in ("eplb_window", "eplb_nodes"):
@@ -104,6 +120,22 @@ class SchedulerConfig:
     @property
     def name(self) -> str:
         return self.shard_id or f"{socket.gethostname()}-{self.port}"
+
+    @property
+    def agreed(self) -> dict[str, str]:
+        """What must be the same on all shards of a group."""
+        names = (
+            "max_num_seqs",
+            "max_model_len",
+            "max_num_batched_tokens",
+            "max_window",
+            "max_prefill_tokens_per_point",
+        )
+        return {
+            "shards": ",".join(self.shards),
+            "workers": ",".join(sorted(self.workers)),
+            **{name: str(getattr(self, name)) for name in names},
+        }
 
     @property
     def security(self) -> Security:

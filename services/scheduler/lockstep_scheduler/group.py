@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from lockstep_common.errors import ConfigError, Conflict, LockstepError
-from lockstep_common.steps import GroupConfig, PlanOutcome, WorkerFacts
+from lockstep_common.steps import ExpertLoads, GroupConfig, Header, PlanOutcome, WorkerFacts
 from lockstep_scheduler.client import WorkerClient, WorkerGroup, open_headers
 from lockstep_scheduler.config import SchedulerConfig
 from lockstep_scheduler.loop import StepLoop
+from lockstep_scheduler.polls import divide
 from lockstep_scheduler.settings import Group
+from lockstep_scheduler.shards import Hub
 
 log = logging.getLogger(__name__)
 
 CONFIGURE_TIMEOUT = 300.0  # process groups, warm-up
 ATTACH_TIMEOUT = 5.0
 CLOSE_TIMEOUT = 30.0
+JOIN_TIMEOUT = 10.0  # for the other shards, once the workers are loaded; then it is tried again
 RETRY_SECONDS = (0.2, 0.5, 1.0, 2.0)
 
 
@@ -26,10 +30,16 @@ class GroupSupervisor:
     """Keeps the group formed. When a worker is lost, every request with progress ends with an error that says so, and the
     group forms anew under a higher epoch as soon as all workers are there."""
 
-    def __init__(self, config: SchedulerConfig, loop: StepLoop, changed: Callable[[], None]) -> None:
+    def __init__(
+        self, config: SchedulerConfig, loop: StepLoop, changed: Callable[[], None], hub: Hub | None = None
+    ) -> None:
+        """`hub`: where the other shards of the group are, if there are any."""
         self._config = config
         self._loop = loop
         self._changed = changed
+        self._hub = hub
+        if hub is not None:
+            hub.own, hub.loads, hub.lose = self._on_header, self._on_loads, self.lose
         self._clients = [WorkerClient(address, config.security) for address in config.workers]  # by rank, once formed
         self._drivers: list[WorkerClient] = []  # the first worker of each DP rank: it gets the plans
         self._lost: asyncio.Event = asyncio.Event()
@@ -44,16 +54,17 @@ class GroupSupervisor:
             while True:
                 try:
                     group = await self._form()
+                    await self._start(group)
                 except ConfigError:
                     raise  # trying again does not help
                 except LockstepError as error:
                     delay = RETRY_SECONDS[min(attempt, len(RETRY_SECONDS) - 1)]
                     log.warning("the group does not form: %s; next try in %.1f s", error.message, delay)
                     attempt += 1
+                    await self._leave()
                     await asyncio.sleep(delay)
                     continue
                 attempt = 0
-                self._loop.start(group, WorkerGroup(self._drivers))
                 self._changed()
                 log.info(
                     "group formed: epoch %d, %d x %d worker(s), %s", group.epoch, group.dp, group.cp, describe(group)
@@ -62,10 +73,15 @@ class GroupSupervisor:
                 assert self._why is not None
                 log.error("group lost: %s", self._why.message)
                 self._loop.stop(self._why)
+                if self._hub is not None:
+                    self._hub.ended(self._why)
                 self._changed()
-                await asyncio.gather(*(client.leave() for client in self._clients))
+                await self._leave()
         finally:
             await asyncio.gather(*(client.close() for client in self._clients))
+
+    async def _leave(self) -> None:
+        await asyncio.gather(*(client.leave() for client in self._clients))
 
     def lose(self, error: LockstepError) -> None:
         """Gives the group up; the first reason is the one that is told."""
@@ -76,12 +92,15 @@ class GroupSupervisor:
     async def _form(self) -> Group:
         config = self._config
         seen = await asyncio.gather(*(client.loaded(config.load_timeout) for client in self._clients))
+        if self._hub is not None:
+            await self._hub.complete(JOIN_TIMEOUT)
         order = seats([client.address for client in self._clients], [facts for _, _, facts in seen])
         self._clients, seen = [self._clients[i] for i in order], [seen[i] for i in order]
         models = [facts for _, _, facts in seen]
         cp = models[0].cp
         dp = len(models) // cp
         self._drivers = self._clients[::cp]
+        self._divided(dp)
         self._epoch = max(self._epoch, *(epoch for epoch, _, _ in seen)) + 1
         self._term = max(self._term, *(term for _, term, _ in seen), 1)
         self._lost, self._why = asyncio.Event(), None
@@ -123,11 +142,33 @@ class GroupSupervisor:
             )
         )
         group = self._agree(facts, dp, cp)
-        for client in self._drivers:
-            client.open_steps(self._on_outcome, self.lose)
+        for rank in group.ranks:
+            self._drivers[rank].open_steps(self._on_outcome, self.lose)
         for client in self._clients:
             client.watch(self._epoch, self.lose)
         return group
+
+    async def _start(self, group: Group) -> None:
+        """Starts this shard's loop, once all others run."""
+        own = WorkerGroup([self._drivers[rank] for rank in group.ranks])
+        if self._hub is None:
+            self._loop.start(group, own)
+            return
+        drivers = [client.address for client in self._drivers]
+        try:
+            polls = await self._hub.formed(group, self._divided(group.dp), drivers, JOIN_TIMEOUT)
+        except LockstepError as error:
+            self._hub.ended(error)
+            raise
+        self._loop.start(group, own, polls)
+        if polls.pending:
+            self._loop.call(polls.pending)
+
+    def _divided(self, dp: int) -> list[range]:
+        try:
+            return divide(dp, max(1, len(self._config.shards)))
+        except ValueError as error:
+            raise ConfigError(f"--shards: {error}") from None
 
     async def _close_open_plans(self, epochs: list[int]) -> None:
         """Lets every rank come out of the plans that a scheduler before this one had sent to some of them only."""
@@ -167,14 +208,35 @@ class GroupSupervisor:
             facts=first,
             max_rows=min(self._config.max_num_seqs, first.max_rows),
             max_model_len=min(wanted, first.max_model_len, fits),
+            ranks=self._divided(dp)[0],
         )
 
     def _on_outcome(self, outcome: PlanOutcome) -> None:
-        try:
+        with losing(self.lose, f"booking plan {outcome.seq}"):
             self._loop.on_outcome(outcome)
-        except Exception as error:
-            log.exception("booking plan %d failed", outcome.seq)
-            self.lose(LockstepError(f"internal error while booking plan {outcome.seq}: {error!r}"))
+
+    def _on_header(self, number: int, header: Header | None, waited: float) -> None:
+        with losing(self.lose, f"acting on round {number}"):
+            if header is None:
+                self._loop.call(number)
+            else:
+                self._loop.on_header(number, header, waited)
+
+    def _on_loads(self, seq: int, loads: ExpertLoads) -> None:
+        with losing(self.lose, f"booking expert loads of plan {seq}"):
+            self._loop.on_loads(seq, loads)
+
+
+@contextlib.contextmanager
+def losing(lose: Callable[[LockstepError], None], doing: str) -> Iterator[None]:
+    """What fails in here costs the group, not the process."""
+    try:
+        yield
+    except LockstepError as error:
+        lose(error)
+    except Exception as error:
+        log.exception("%s failed", doing)
+        lose(LockstepError(f"internal error while {doing}: {error!r}"))
 
 
 def seats(addresses: Sequence[str], facts: Sequence[WorkerFacts]) -> list[int]:

@@ -23,9 +23,10 @@ import numpy.typing as npt
 
 from lockstep_common.clock import Clock
 from lockstep_common.errors import ConfigError, Conflict, DeadlineExceeded, LockstepError, Overloaded, Unavailable
-from lockstep_common.steps import U32, Body, Header, Kind, PlanOutcome, Sampling
+from lockstep_common.steps import U32, Body, ExpertLoads, Header, Kind, PlanOutcome, Sampling
 from lockstep_scheduler import admission, plan
-from lockstep_scheduler.booking import Booked, EventBatch, book, events, scores_event
+from lockstep_scheduler.booking import Booked, EventBatch
+from lockstep_scheduler.books import Books
 from lockstep_scheduler.eplb import Rebalancer
 from lockstep_scheduler.ledger import Ledger
 from lockstep_scheduler.lifecycle import Lifecycle
@@ -89,6 +90,7 @@ class StepLoop:
         self.settings = settings
         self.stats = Stats()
         self.requests = Lifecycle(settings, clock, ledger, emit, self.stats, self.check)
+        self._books = Books(self.requests, ledger, emit, self.stats)
         self.waiting = self.requests.waiting
         self.find, self.resume, self.orphan = self.requests.find, self.requests.resume, self.requests.orphan
         self.submit = self.requests.submit  # the caller calls `advance` when it has submitted all that it holds
@@ -96,7 +98,6 @@ class StepLoop:
         self.draining = False
         self._clock = clock
         self._ledger = ledger
-        self._emit = emit
         self._defer = defer
         self.rules: Rules | None = None
         self._position = Position(0, 1, 0)
@@ -116,7 +117,7 @@ class StepLoop:
         """Votes and sends plans while the next one is due. Every rank's body belongs to the one header that all ranks agree on."""
         while self.group is not None and self._cast is None and self._due():
             for rank in self.ranks:
-                self._requeue(plan.make_room(rank, self.slots))
+                self._books.requeue(plan.make_room(rank, self.slots))
             header = self._vote()
             if header is None:
                 return
@@ -146,26 +147,28 @@ class StepLoop:
         if flight is None:
             return
         rank = self.ranks[outcome.dp_rank - self.group.ranks.start]  # type: ignore[union-attr]
-        booked = book(outcome, flight.tables[rank.index], self.slots)
+        self._last_booked = self._clock.now()
+        booked = self._books.book(rank, flight.tables[rank.index], outcome)
         self._account(flight, rank, outcome, booked)
-        self._publish(rank, booked)
-        errors = self._ended(booked, outcome)
-        self._record(outcome.seq, booked)
-        self._score(flight.tables[rank.index], outcome)
-        for batch in events(booked, self.slots, errors):
-            self._emit(batch)
         flight.progress[rank.index] = outcome.first + outcome.steps
         flight.reported = self._last_booked
         if outcome.last:
             flight.complete[rank.index] = True
-            self._settle(rank, outcome.seq)
+            self._books.settle(rank, outcome.seq)
             while self._inflight and all(self._inflight[0].complete):
                 self._held_too_long = self._inflight.popleft().hold > self._last_booked and not self._inflight
                 if self._inflight:
                     self._inflight[0].reported = self._last_booked  # it has just begun
         self.advance()
-        if self.experts and outcome.expert_loads is not None:  # last: to plan a placement takes milliseconds
-            self.experts.add(outcome.seq, outcome.expert_loads, self._clock.now())
+        if outcome.expert_loads is not None:  # last: to plan a placement takes milliseconds
+            self.on_loads(outcome.seq, outcome.expert_loads)
+
+    def on_loads(self, seq: int, loads: ExpertLoads) -> None:
+        """Expert loads of a rank, here or on another shard."""
+        if self.experts:
+            self.experts.add(seq, loads, self._clock.now())
+        else:
+            self._polls.report(seq, loads)
 
     def _due(self) -> bool:
         """P2: nothing in flight, or one plan with at most `lead_steps` steps to go, as late as is safe."""
@@ -348,6 +351,7 @@ class StepLoop:
         self._set_rules()
         self._last_booked = self._clock.now()
         self.requests.enter(group, self.limits, self.ranks, self.slots)
+        self._books.enter(self.ranks, self.slots)
         self.advance()
 
     def _rebalancer(self, group: Group) -> Rebalancer | None:
@@ -365,7 +369,7 @@ class StepLoop:
             return
         self.requests.leave(error)
         for rank in self.ranks:
-            self._settle(rank, self._position.seq - 1)
+            self._books.settle(rank, self._position.seq - 1)
         self.group = self._cast = None
 
     @property
@@ -414,7 +418,7 @@ class StepLoop:
             return None
         if not self._inflight:
             for rank in self.ranks:
-                self._settle(rank, self._position.seq - 1)
+                self._books.settle(rank, self._position.seq - 1)
         self.advance()
         now = self._clock.now()
         if self._inflight and now - max(self._last_booked, self._inflight[0].sent) > self.settings.worker_timeout:
@@ -469,8 +473,6 @@ class StepLoop:
         return None
 
     def _account(self, flight: InFlight, rank: RankState, outcome: PlanOutcome, booked: Booked) -> None:
-        now = self._clock.now()
-        self._last_booked = now
         stats = self.stats
         stats.generation_tokens += len(booked.tokens)
         stats.idle_seconds += outcome.idle_ns * 1e-9
@@ -502,81 +504,6 @@ class StepLoop:
         else:
             interval = settings.vote_interval or VOTE_INTERVALS.get(self.group.facts.device, VOTE_INTERVAL)
             self.rules = rules_for(self.pace.step, interval, settings.max_window)
-
-    def _publish(self, rank: RankState, booked: Booked) -> None:
-        """Blocks that generated tokens have filled can be shared from now on. The last token's KV is not written yet."""
-        if not (rank.prefix_caching and rank.generated_reusable):
-            return
-        slots, size = self.slots, rank.pool.block_size
-        at = booked.slots
-        full = (slots.prompt_len[at] + slots.generated[at] - 1) // size
-        for slot in at[full > slots.published[at]].tolist():
-            choice = slots.choice[slot]
-            if choice is not None and choice.phase is Phase.DECODE:
-                plan.publish(rank, choice, slots, int(slots.prompt_len[slot] + slots.generated[slot] - 1))
-
-    def _score(self, table: npt.NDArray[np.int64], outcome: PlanOutcome) -> None:
-        """Keeps what came of prompts' scores; a prompt's are told when they are complete, before its first token."""
-        for chunk in outcome.prompts:
-            choice = self.slots.choice[table[chunk.row]]
-            if choice is not None and choice.request.add_scores(chunk) and choice.request.session >= 0:
-                self._emit(scores_event(choice.request))
-
-    def _ended(self, booked: Booked, outcome: PlanOutcome) -> dict[int, LockstepError]:
-        """Ends the choices that the device ended; returns the errors by entry."""
-        why = dict(outcome.faults)
-        errors: dict[int, LockstepError] = {}
-        for entry in np.nonzero(booked.ends)[0].tolist():
-            slot = int(booked.slots[entry])
-            choice = self.slots.choice[slot]
-            assert choice is not None
-            rank = self.ranks[choice.rank]
-            if entry in booked.faulty:
-                self.stats.nonfinite_rows += 1
-                message = why.get(int(self.slots.row[slot]), "the model's output was not a number")
-                errors[entry] = choice.error = LockstepError(f"choice {choice.index} failed: {message}")
-                if choice.phase is Phase.DECODE:
-                    own = choice.blocks[choice.request.cached // rank.pool.block_size :]
-                    rank.pool.withdraw(own)
-            self.requests.retire(choice, End(int(booked.ends[entry])))
-        return errors
-
-    def _record(self, seq: int, booked: Booked) -> None:
-        if not self._ledger.wanted:
-            self._ledger.append(seq, ())
-            return
-        entries = []
-        for slot, offset, start, count in zip(
-            booked.slots.tolist(), booked.offsets.tolist(), booked.starts.tolist(), booked.counts.tolist(), strict=True
-        ):
-            choice = self.slots.choice[slot]
-            assert choice is not None
-            entries.append((choice, offset, booked.tokens[start : start + count]))
-        self._ledger.append(seq, entries)
-
-    def _settle(self, rank: RankState, seq: int) -> None:
-        """The last plan that listed a removed row is booked (P5): its slot is free, and a preempted choice waits again."""
-        still = []
-        for choice in rank.closing:
-            if self.slots.last_seq[choice.slot] > seq:
-                still.append(choice)
-                continue
-            generated = self.slots.generated_tokens(choice.slot)
-            choice.tokens = np.concatenate([choice.request.prompt, generated])
-            self.slots.close(choice.slot)
-            choice.slot = -1
-            if choice.phase is Phase.CLOSING:
-                choice.phase = Phase.WAITING
-                self.waiting.push([choice])
-        rank.closing = still
-
-    def _requeue(self, victims: list[Choice]) -> None:
-        self.stats.preemptions += len(victims)
-        for choice in victims:
-            if choice.phase is Phase.WAITING:
-                self.waiting.push([choice])
-
-    # -- small things ---------------------------------------------------------------------------------------------------
 
     def _table(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         table = np.full(self.limits.max_rows, -1, np.int64)

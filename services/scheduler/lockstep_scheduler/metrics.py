@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from lockstep_scheduler.eplb import Rebalancer
 from lockstep_scheduler.loop import StepLoop
+from lockstep_scheduler.stats import Stats
 
 
 class LoopCollector(Collector):
@@ -24,6 +25,10 @@ class LoopCollector(Collector):
             "lockstep_kv_usage_ratio": ("Owned KV blocks of the fullest rank", loop.kv_usage),
             "lockstep_group_ready": ("1 while the engine group is formed and takes requests", float(loop.ready)),
             "lockstep_step_seconds": ("Mean duration of a decode step", loop.pace.step),
+            "lockstep_plan_turnaround_seconds": (
+                "From a worker's report to the arrival of the next plan, less what was held back on purpose",
+                loop.pace.turnaround,
+            ),
             "lockstep_lead_steps": (
                 "Steps before a window's end at which the next plan is composed",
                 loop.pace.lead_steps,
@@ -48,6 +53,7 @@ class LoopCollector(Collector):
                 stats.lead_seconds,
             ),
             "lockstep_plan_lead_seconds_count": ("Plans whose lead was measured", stats.leads),
+            "lockstep_vote_resyncs": ("Headers whose step was not the one counted here", stats.resyncs),
             "lockstep_queue_seconds_sum": ("Time from submit to admission", stats.queue_seconds),
             "lockstep_queue_seconds_count": ("Requests admitted", stats.admitted),
         }
@@ -56,6 +62,7 @@ class LoopCollector(Collector):
                 yield GaugeMetricFamily(name, help, value=value)
             else:
                 yield CounterMetricFamily(name, help, value=value)
+        yield _votes(stats)
         plans = CounterMetricFamily("lockstep_plans", "Plans sent", labels=["kind"])
         for kind, count in stats.plans.items():
             plans.add_metric([kind], count)
@@ -85,6 +92,19 @@ def _experts(experts: Rebalancer) -> Iterable[Metric]:
     }
     for name, (help, value) in counters.items():
         yield CounterMetricFamily(name, help, value=value)
+
+
+def _votes(stats: Stats) -> Metric:
+    """How long this shard's ballots were under way; quantiles of the last ones."""
+    votes = Metric("lockstep_vote_seconds", "From ballot to header, less what other ballots kept it back", "summary")
+    last = sorted(stats.last_votes)
+    for quantile in (0.5, 0.99):
+        if last:
+            value = last[min(len(last) - 1, int(quantile * len(last)))]
+            votes.add_sample("lockstep_vote_seconds", {"quantile": str(quantile)}, value)
+    votes.add_sample("lockstep_vote_seconds_sum", {}, stats.vote_seconds)
+    votes.add_sample("lockstep_vote_seconds_count", {}, stats.votes)
+    return votes
 
 
 def serve(loop: StepLoop, host: str, port: int) -> None:

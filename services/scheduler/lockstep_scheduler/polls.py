@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from lockstep_common.errors import Conflict, DeadlineExceeded, LockstepError
-from lockstep_common.steps import Header, Kind
+from lockstep_common.steps import ExpertLoads, Header, Kind
 from lockstep_scheduler.vote import Position, Rules, Vote, agree
 
 KEPT_ROUNDS = 2  # a shard asks again for the round that it is in, or for the one before
@@ -34,10 +34,17 @@ class Ballot:
 class Polls(Protocol):
     """Where a shard casts its ballots."""
 
-    turnaround: float  # the longest of the other shards, if this one composes in time for all; else 0
+    @property
+    def turnaround(self) -> float:
+        """The longest of the other shards, if this one composes in time for all; else 0."""
+        ...
 
     def cast(self, ballot: Ballot, position: Position, rules: Rules | None, now: float) -> Header | None:
         """The round's header if it is known at once; otherwise it comes to `StepLoop.on_header`."""
+        ...
+
+    def report(self, seq: int, loads: ExpertLoads) -> None:
+        """A rank's expert loads, from a shard that does not decide where experts lie."""
         ...
 
     def overdue(self, now: float) -> LockstepError | None:
@@ -53,6 +60,9 @@ class Alone:
     def cast(self, ballot: Ballot, position: Position, rules: Rules | None, now: float) -> Header | None:
         assert rules is not None
         return agree(position, rules, ballot.votes)
+
+    def report(self, seq: int, loads: ExpertLoads) -> None:
+        pass  # this shard decides
 
     def overdue(self, now: float) -> LockstepError | None:
         return None
@@ -168,29 +178,48 @@ class Coordinator:
     """The polls of shard 0: counts its own ballots and those that `receive` brings, and tells every shard the header.
 
     `tell(shard, round, header, waited)` carries a header to a shard, or with None the call to vote in that round. It must keep
-    the order of what it is given for one shard.
+    the order of what it is given for one shard. `lose` takes the Conflict of a ballot that cannot be counted.
     """
 
-    def __init__(self, tally: Tally, tell: Callable[[int, int, Header | None, float], None]) -> None:
+    def __init__(
+        self,
+        tally: Tally,
+        tell: Callable[[int, int, Header | None, float], None],
+        lose: Callable[[LockstepError], None],
+    ) -> None:
         self.tally = tally
         self._tell = tell
+        self._lose = lose
 
     @property
     def turnaround(self) -> float:
         return self.tally.longest_turnaround
 
     def cast(self, ballot: Ballot, position: Position, rules: Rules | None, now: float) -> Header | None:
-        header = self.tally.cast(0, ballot, now, position, rules)
+        try:
+            header = self.tally.cast(0, ballot, now, position, rules)
+        except Conflict as error:
+            self._lose(error)
+            return None
         if header is not None:
             self._spread(ballot.round, header)
         else:
             self._call(ballot.round)
         return header
 
+    @property
+    def pending(self) -> int:
+        """The open round, if others have voted in it before this shard's loop was there to be called; else 0."""
+        return self.tally.round.number if self.tally.round.ballots else 0
+
     def receive(self, shard: int, ballot: Ballot, now: float) -> None:
-        """A ballot of another shard. Conflict: see `Tally.cast`."""
+        """A ballot of another shard."""
         repeat = ballot.round < self.tally.round.number
-        header = self.tally.cast(shard, ballot, now)
+        try:
+            header = self.tally.cast(shard, ballot, now)
+        except Conflict as error:
+            self._lose(error)
+            return
         if header is None:
             self._call(ballot.round)
         elif repeat:
@@ -198,6 +227,9 @@ class Coordinator:
         else:
             self._spread(ballot.round, header)
             self._tell(0, ballot.round, header, self.tally.waited(ballot.round, 0))
+
+    def report(self, seq: int, loads: ExpertLoads) -> None:
+        pass  # this shard decides
 
     def overdue(self, now: float) -> LockstepError | None:
         return self.tally.overdue(now)

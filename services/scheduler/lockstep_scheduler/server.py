@@ -252,7 +252,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             silence_ms=int(1000 * loop.silence),
             ready=loop.ready,
             draining=loop.draining,
-            max_running=loop.group.max_rows * loop.group.dp if loop.group else 0,
+            max_running=loop.group.max_rows * len(loop.group.ranks) if loop.group else 0,
             generation_tokens=stats.generation_tokens,
             prompt_tokens=stats.prompt_tokens,
             cached_tokens=stats.cached_tokens,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lockstep_common.clock import ManualClock
+from lockstep_common.errors import LockstepError
 from lockstep_common.steps import (
     NO_F32,
     Body,
@@ -109,6 +110,7 @@ class Simulation:
         self.vocab_size = vocab_size
         self._step_seconds = step_seconds
         self._max_model_len = max_model_len
+        self.failures: list[LockstepError] = []
         self._handles = 0
         self.engines = [
             ScriptedEngine(
@@ -149,7 +151,7 @@ class Simulation:
             )
             for i, engine in enumerate(self.engines)
         ]
-        self.coordinator = Coordinator(Tally(self.ranks, [f"shard {i}" for i in range(places)], 60.0), self._tell)
+        self.coordinator = Coordinator(Tally(self.ranks, [f"shard {i}" for i in range(places)], 60.0), self._tell, self.failures.append)
         for shard, (loop, ranks) in enumerate(zip(self.loops, self.ranks, strict=True)):
             group = Group(epoch, 1, dp, facts[0], self._max_rows, self._context, ranks=ranks)
             polls = None if places == 1 else FarPolls(self, shard) if shard else self.coordinator
@@ -243,6 +245,7 @@ class Simulation:
             for rank in loop.ranks:
                 assert rank.pool.owned == 0 and rank.rows_in_use == 0 and not rank.closing
             assert loop.slots.used == 0
+        assert not self.failures, self.failures[0].message
         assert set(self._accepted) == {len(self.headers)}, "a rank missed a plan"
 
     # -- requests

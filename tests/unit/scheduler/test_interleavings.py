@@ -28,7 +28,7 @@ def apply(sim: Simulation, operation: str, request: Request) -> None:
 
 
 def force_preemption(sim: Simulation, choice: Choice) -> None:
-    sim.loop._requeue(plan.preempt(sim.loop.ranks[choice.rank], choice, sim.loop.slots))
+    sim.loop._books.requeue(plan.preempt(sim.loop.ranks[choice.rank], choice, sim.loop.slots))
     sim.loop.advance()
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep_common.errors import Conflict
+from lockstep_common.errors import Conflict, LockstepError
 from lockstep_common.steps import Header, Kind
 from lockstep_scheduler.polls import KEPT_ROUNDS, Ballot, Coordinator, Tally, divide
 from lockstep_scheduler.request import End, Request
@@ -27,6 +27,10 @@ def prompt(length: int, start: int = 1) -> list[int]:
 def ballot(number: int, ranks: Sequence[int], *, seq: int = 1, want: bool = False, running: int = 1) -> Ballot:
     votes = [Vote(rank, want, running, running + want, 5 if want else 0, 8 if running else 0) for rank in ranks]
     return Ballot(number, seq, votes, turnaround=0.001 * max(ranks))
+
+
+def _fail(error: LockstepError) -> None:
+    raise error
 
 
 def tally(dp: int = 3, shards: int = 2) -> Tally:
@@ -121,7 +125,9 @@ def test_the_header_does_not_depend_on_the_order_of_ballots(
         ballot(1, part, want=want, running=shard) for shard, (part, want) in enumerate(zip(parts, wants, strict=False))
     ]
     told: list[tuple[int, Header | None]] = []
-    polls = Coordinator(tally(shards + 1, shards), lambda shard, number, header, waited: told.append((shard, header)))
+    polls = Coordinator(
+        tally(shards + 1, shards), lambda shard, number, header, waited: told.append((shard, header)), _fail
+    )
     order = list(range(shards))
     random_.shuffle(order)
     own = None

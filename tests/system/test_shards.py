@@ -1,0 +1,170 @@
+"""One engine group driven by several scheduler processes: answers from every shard, and what the loss of one costs."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from lockstep_bench.client import Answer, Request, SchedulerSession
+from lockstep_common.errors import LockstepError, Unavailable
+from lockstep_common.steps import Sampling
+from tests.scripted_worker import toy_output
+from tests.system.harness import Stack, gather_in_order, scripted
+from tests.tiny_model import Shape, make_tiny_model
+
+VOCAB = Shape().vocab
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("shards") / "tiny")
+
+
+def expected(prompt: Sequence[int], tokens: int) -> tuple[int, ...]:
+    sampling = Sampling(max_tokens=tokens)
+    return tuple(toy_output(prompt, sampling=sampling, vocab_size=VOCAB, limit=len(prompt) + tokens))
+
+
+async def started(request: Request) -> None:
+    """Returns with the request's first piece."""
+    async for _ in request:
+        return
+
+
+async def answered(session: SchedulerSession, prompt: Sequence[int] = (5, 6, 7), tokens: int = 12) -> None:
+    answer = await asyncio.wait_for(session.submit(prompt, Sampling(max_tokens=tokens)).answer(), 30)
+    assert answer.tokens == (expected(prompt, tokens),)
+
+
+async def answers_again(*sessions: SchedulerSession) -> None:
+    """Each session's scheduler answers, as soon as its group has formed again."""
+    for session in sessions:
+        async with asyncio.timeout(30):
+            while True:
+                try:
+                    await answered(session)
+                    break
+                except Unavailable:
+                    await asyncio.sleep(0.1)
+
+
+async def failure(request: Request) -> LockstepError:
+    """The error that ends a request."""
+    with pytest.raises(LockstepError) as raised:
+        async with asyncio.timeout(30):
+            async for _ in request:
+                pass
+    return raised.value
+
+
+def log_of(s: Stack, shard: int) -> str:
+    return s.schedulers[shard].running.log.read_text()
+
+
+async def test_sessions_on_both_shards_get_right_answers(model: Path) -> None:
+    """4 workers, 2 schedulers: requests on both at once, on one alone, and after the group has slept."""
+    choose = random.Random(1)
+    async with scripted(model, coupled=4, shards=2, with_router=False, worker={"step_ms": 1.0}) as s:
+        async with s.session(0) as first, s.session(1) as second:
+            jobs, wanted = [], []
+            for i in range(40):
+                prompt = [choose.randrange(VOCAB) for _ in range(choose.randint(1, 90))]
+                tokens = choose.randint(1, 60)
+                jobs.append((first, second)[i % 2].submit(prompt, Sampling(max_tokens=tokens)).answer())
+                wanted.append(expected(prompt, tokens))
+            answers: list[Answer] = await gather_in_order(*jobs)
+            assert [a.tokens for a in answers] == [(w,) for w in wanted]
+            for _ in range(3):
+                await asyncio.sleep(0.3)  # asleep
+                await answered(second)
+                await answered(first)
+        for shard in range(2):
+            await s.idle(shard)
+        s.fleet.check()
+
+
+async def test_routers_see_each_shard_as_a_scheduler_of_the_model(model: Path) -> None:
+    async with scripted(model, coupled=2, shards=2) as s:
+        body = {"model": s.model, "prompt": "hello", "max_tokens": 30, "temperature": 0, "ignore_eos": True}
+        replies = await gather_in_order(*(s.rest.post("/v1/completions", body) for _ in range(8)))
+        assert {reply.status for reply in replies} == {200}
+        assert len({reply.body["choices"][0]["text"] for reply in replies}) == 1
+        for shard in range(2):
+            async with s.session(shard) as session:
+                assert (await session.next_load()).generation_tokens >= 60, "a shard got nothing to do"
+
+
+@pytest.mark.parametrize("killed", [1, 0])
+async def test_killed_shard(model: Path, killed: int) -> None:
+    """kill -9 of one scheduler: what ran on the other ends with an error that names it; they form again when it is back, and
+    what only waited is served then."""
+    rows = {"max_num_seqs": 1}
+    async with scripted(model, coupled=2, shards=2, with_router=False, scheduler=rows) as s:
+        living = 1 - killed
+        async with s.session(living) as session:
+            running = session.submit([1, 2, 3], Sampling(max_tokens=1000))
+            waiting = session.submit([4, 5], Sampling(max_tokens=9))
+            async with s.session(killed) as other:
+                await answered(other)
+            await started(running)
+            s.schedulers[killed].running.kill()
+            error = await failure(running)
+            name = "scheduler shard 1" if killed else "the coordinator"
+            assert name in error.message and s.schedulers[killed].address in error.message
+            load = await session.until(lambda load: not load.ready)
+            assert load.waiting == 1
+            s.schedulers[killed].start()
+            answer = await asyncio.wait_for(waiting.answer(), 30)
+            assert answer.tokens == (expected([4, 5], 9),)
+            async with s.session(killed) as other:
+                await asyncio.gather(answered(session), answered(other))
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+async def test_killed_worker_of_either_shard(model: Path, shard: int) -> None:
+    """Both shards' requests end with an error that names the worker; the group forms again with a new one."""
+    async with (
+        scripted(model, coupled=2, shards=2, with_router=False) as s,
+        s.session(0) as first,
+        s.session(1) as second,
+    ):
+        running = [session.submit([1, 2, 3], Sampling(max_tokens=1000)) for session in (first, second)]
+        await asyncio.gather(*map(started, running))
+        s.workers[shard].running.kill()
+        for error in await asyncio.gather(*map(failure, running)):
+            assert s.workers[shard].address in error.message
+        s.workers[shard].start()
+        await answers_again(first, second)
+
+
+async def test_a_vote_that_waits_for_too_long_names_the_shard(model: Path) -> None:
+    async with (
+        scripted(model, coupled=2, shards=2, with_router=False, scheduler={"vote_timeout": 1.0}) as s,
+        s.session(0) as first,
+        s.session(1) as second,
+    ):
+        running = first.submit([1, 2, 3], Sampling(max_tokens=1000))
+        await started(running)
+        s.schedulers[1].running.signal(signal.SIGSTOP)
+        error = await failure(running)
+        assert "no vote on plan" in error.message and "dp rank 1" in error.message
+        assert s.schedulers[1].address in error.message
+        s.schedulers[1].running.signal(signal.SIGCONT)
+        await answers_again(first, second)
+
+
+async def test_a_shard_with_other_settings_is_told_so(model: Path) -> None:
+    async with scripted(model, coupled=2, shards=2, with_router=False) as s:
+        s.schedulers[1].running.kill()
+        s.schedulers[1].flags = {**s.schedulers[1].flags, "max_window": 3}
+        s.schedulers[1].start()
+        for _ in range(200):
+            if s.schedulers[1].running.returncode is not None:
+                break
+            await asyncio.sleep(0.05)
+        assert "same max_window" in log_of(s, 1) and "'3'" in log_of(s, 1)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep_kernels import prepare
-from lockstep_kernels.prepare import DecodeInputs, reference
+from lockstep_kernels.prepare import DecodeInputs, Share, reference
 from tests.kernels.device import DEVICE, ON_GPU
 
 from lockstep_kernels.prepare import kernel  # isort: skip  (after tests.kernels.device)
@@ -47,15 +47,16 @@ def tensors(out: DecodeInputs) -> tuple[torch.Tensor, ...]:
     seed=st.integers(0, 10**6),
     size=st.integers(1, 300 if ON_GPU else 5),
     groups=st.lists(st.tuples(st.sampled_from([1, 7, 1025, 2048]), st.sampled_from([16, 64])), min_size=1, max_size=2),
+    share=st.sampled_from([Share(), Share(2, 0), Share(2, 1), Share(4, 3)]),
 )
-def test_the_kernel_equals_the_reference(seed: int, size: int, groups: list[tuple[int, int]]) -> None:
+def test_the_kernel_equals_the_reference(seed: int, size: int, groups: list[tuple[int, int]], share: Share) -> None:
     widths, sizes = tuple(w for w, _ in groups), tuple(s for _, s in groups)
     last, lengths, alive, *tables = rows_of(seed, size + 3, widths, sizes)
     index = torch.randperm(size + 3, generator=torch.Generator().manual_seed(seed))[:size].to(DEVICE)
     index[size // 2 :] = torch.where(alive[index[size // 2 :]], index[size // 2 :], size + 2)
     expected, found = stale(size, tuple(tables)), stale(size, tuple(tables))
-    reference.decode_inputs(index, last, lengths, alive, tuple(tables), sizes, expected.narrow(size))
-    kernel.decode_inputs(index, last, lengths, alive, tuple(tables), sizes, found.narrow(size))
+    reference.decode_inputs(index, last, lengths, alive, tuple(tables), sizes, expected.narrow(size), share)
+    kernel.decode_inputs(index, last, lengths, alive, tuple(tables), sizes, found.narrow(size), share)
     for want, got in zip(tensors(expected), tensors(found), strict=True):
         assert torch.equal(want, got)
 

@@ -141,7 +141,9 @@ class DecodeGraphs:
 
     def _step(self, size: int, variant: Variant, inputs: prepare.DecodeInputs) -> None:
         rows, index = self._rows, self._index[:size]
-        prepare.decode_inputs(index, rows.last, rows.lengths, rows.alive, rows.tables, rows.block_sizes, inputs)
+        prepare.decode_inputs(
+            index, rows.last, rows.lengths, rows.alive, rows.tables, rows.block_sizes, inputs, rows.share
+        )
         hidden = self._model.forward(self._step_inputs(size, inputs), self._kv)
         tokens, bad = self._sample(self._model.logits(hidden), index, variant)
         post_update.finish(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lockstep_kernels.prepare import DecodeInputs, kernel
+from lockstep_kernels.prepare import DecodeInputs, Share, kernel
 from tests.kernels import launches
 
 
@@ -19,3 +19,5 @@ def variants() -> Iterator[tuple[str, Callable[[], Any]]]:
         out = DecodeInputs.empty(64, tables, rows.device)
         call = partial(kernel.decode_inputs, rows[:64], rows, rows, rows > 0, tables, (block_size,) * groups, out)
         yield from launches.variants(f"{groups} tables of {width} blocks of {block_size}", call, 1)
+        shared = partial(call, Share(4, 1))
+        yield from launches.variants(f"{groups} tables of {width} blocks of {block_size}, a quarter here", shared, 1)

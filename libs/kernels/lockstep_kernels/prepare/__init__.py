@@ -29,7 +29,7 @@ def decode_inputs(
     group of blocks of block_sizes[g] tokens. A row that lives feeds `last` at position length - 1. One that does not feeds
     token 0 as a sequence of one token in slot 0 of the null block: a computation that harms nothing and reads one slot.
     Of a block table only the entries that hold the sequence are copied. With a `share` the slots are those of what is kept here
-    (positions and lengths stay those of the sequence); on CUDA there is no such kernel yet: ValueError.
+    (positions and lengths stay those of the sequence).
     """
     size = len(index)
     check_shape("out.token_ids", out.token_ids, (size,))
@@ -42,10 +42,8 @@ def decode_inputs(
     for table, copied in zip(tables, out.block_tables, strict=True):
         check_shape("block table", copied, (size, table.shape[1]))
     if index.is_cuda:
-        if share.ranks > 1:
-            raise ValueError(f"a sequence that {share.ranks} ranks keep together has no captured steps on CUDA")
         from lockstep_kernels.prepare import kernel
 
-        kernel.decode_inputs(index, last, lengths, alive, tables, block_sizes, out)
+        kernel.decode_inputs(index, last, lengths, alive, tables, block_sizes, out, share)
     else:
         reference.decode_inputs(index, last, lengths, alive, tables, block_sizes, out, share)

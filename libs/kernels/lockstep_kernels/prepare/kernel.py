@@ -9,6 +9,7 @@ import triton.language as tl
 from lockstep_kernels import dependent
 from lockstep_kernels.dependent import release, wait
 from lockstep_kernels.prepare.inputs import DecodeInputs
+from lockstep_kernels.prepare.share import WHOLE, Share
 
 _BLOCK = 1024  # table entries a program copies
 
@@ -28,6 +29,8 @@ def _decode_inputs(
     copies,
     WIDTHS: tl.constexpr,
     BLOCK_SIZES: tl.constexpr,
+    RANKS: tl.constexpr,
+    RANK: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -52,8 +55,10 @@ def _decode_inputs(
         if part == 0:
             column = tl.minimum((length - 1) // BLOCK_SIZES[g], WIDTHS[g] - 1)
             block = tl.load(table + column, mask=live, other=0)
-            slot = block * BLOCK_SIZES[g] + (length - 1) % BLOCK_SIZES[g]
-            tl.store(slots[g] + i, tl.where(live, slot, 0))
+            own = BLOCK_SIZES[g] // RANKS
+            here = (length - 1) % BLOCK_SIZES[g] // own == RANK
+            slot = block * own + (length - 1) % own
+            tl.store(slots[g] + i, tl.where(live & here, slot, 0))
 
 
 def decode_inputs(
@@ -64,6 +69,7 @@ def decode_inputs(
     tables: tuple[torch.Tensor, ...],
     block_sizes: tuple[int, ...],
     out: DecodeInputs,
+    share: Share = WHOLE,
 ) -> None:
     pdl = dependent.supported(index.device)
     widths = tuple(table.shape[1] for table in tables)
@@ -81,6 +87,8 @@ def decode_inputs(
         out.block_tables,
         WIDTHS=widths,
         BLOCK_SIZES=block_sizes,
+        RANKS=share.ranks,
+        RANK=share.rank,
         BLOCK=_BLOCK,
         PDL=pdl,
         launch_pdl=pdl,

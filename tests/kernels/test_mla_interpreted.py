@@ -61,8 +61,9 @@ def attention(
     *,
     scale: float,
     out: torch.Tensor,
+    lse: torch.Tensor | None = None,
 ) -> None:
-    cuda.attention(q, latents, norm, cache, prepared, expansion, scale, out)
+    cuda.attention(q, latents, norm, cache, prepared, expansion, scale, out, lse)
 
 
 @pytest.mark.parametrize(("family", "values"), [("DeepseekV2", V2_LITE), ("DeepseekV3", V3)])

@@ -57,15 +57,18 @@ class Waiting:
 
     def __init__(self) -> None:
         self._items: list[tuple[tuple[int, int, int], list[Choice]]] = []
+        self._choices = 0
 
     def push(self, choices: list[Choice]) -> None:
         assert all(c.phase is Phase.WAITING for c in choices)
         heapq.heappush(self._items, (choices[0].order, choices))
+        self._choices += len(choices)
 
     def discard(self, choice: Choice) -> None:
         """Takes a choice out (it ended); the rest of its group goes on waiting."""
         for position, (_, group) in enumerate(self._items):
             if choice in group:
+                self._choices -= len(group)
                 group.remove(choice)
                 del self._items[position]
                 heapq.heapify(self._items)
@@ -78,6 +81,7 @@ class Waiting:
         if gone:
             self._items = [item for item in self._items if id(item[1]) not in gone]
             heapq.heapify(self._items)
+            self._choices = sum(len(group) for _, group in self._items)
 
     def ordered(self) -> Iterable[list[Choice]]:
         """Groups from the first to the last, lazily: the head of a long queue costs little."""
@@ -86,7 +90,7 @@ class Waiting:
             yield heapq.heappop(heap)[1]
 
     def __len__(self) -> int:
-        return sum(len(group) for _, group in self._items)
+        return self._choices
 
     def __bool__(self) -> bool:
         return bool(self._items)
@@ -246,7 +250,7 @@ def commit_prefill(
     tokens = sum(count for _, count in chunks)
     waiting.remove(draft.admits)
     for group in draft.admits:
-        if not _fits(rank, group, limits, RankDraft()):
+        if not _fits(rank, group, limits, RankDraft(), _hits(rank, group[0])):
             waiting.push(group)  # an admission before it took what it would have shared
             continue
         zeroes += _admit(rank, group)
@@ -422,19 +426,20 @@ def _row_left(rank: RankState, draft: RankDraft) -> bool:
 
 def _candidate(rank: RankState, draft: RankDraft, group: list[Choice], limits: Limits) -> placement.Candidate:
     first = group[0]
-    hits = len(_hits(rank, first))
+    room = draft.tokens < limits.max_batched_tokens and _row_left(rank, draft)
+    hits = _hits(rank, first) if room else []
     return placement.Candidate(
         rank=rank.index,
-        fits=draft.tokens < limits.max_batched_tokens and _fits(rank, group, limits, draft),
-        uncached_tokens=len(first.tokens) - hits * rank.pool.block_size,
+        fits=room and _fits(rank, group, limits, draft, hits),
+        uncached_tokens=len(first.tokens) - len(hits) * rank.pool.block_size,
         rows=rank.rows_in_use + draft.rows,
         planned_tokens=draft.tokens,
     )
 
 
-def _fits(rank: RankState, group: list[Choice], limits: Limits, draft: RankDraft) -> bool:
+def _fits(rank: RankState, group: list[Choice], limits: Limits, draft: RankDraft, hits: list[int]) -> bool:
     """Rows for all choices, blocks for the whole prompt and a window's lookahead, and the watermark (which does not hold
-    an empty rank back)."""
+    an empty rank back). `hits`: what the rank's cache has of the group's prompt."""
     if len(rank.free_rows) - draft.rows < len(group):
         return False
     busy = rank.rows_in_use + draft.rows > 0
@@ -442,14 +447,13 @@ def _fits(rank: RankState, group: list[Choice], limits: Limits, draft: RankDraft
         return False
     if busy and rank.pool.owned + draft.blocks > limits.watermark * rank.pool.total:
         return False
-    return _blocks_needed(rank, group, limits) + draft.blocks <= rank.pool.available
+    return _blocks_needed(rank, group, limits, hits) + draft.blocks <= rank.pool.available
 
 
-def _blocks_needed(rank: RankState, group: list[Choice], limits: Limits) -> int:
+def _blocks_needed(rank: RankState, group: list[Choice], limits: Limits, hits: list[int]) -> int:
     """Blocks that admission takes from what is available: new ones, and cached ones that come back into use."""
     size, first = rank.pool.block_size, group[0]
     length = len(first.tokens)
-    hits = _hits(rank, first)
     most = min(length + limits.max_window, first.request.limit)
     return -(-most // size) - len(hits) + rank.pool.revived(hits) + (len(group) - 1)
 
@@ -476,7 +480,7 @@ def _barrier(choice: Choice, limits: Limits, now: float) -> bool:
 
 def _add_to_draft(rank: RankState, draft: RankDraft, group: list[Choice], limits: Limits) -> None:
     _, count = _first_chunk(rank, group, limits.max_batched_tokens - draft.tokens)
-    draft.blocks += _blocks_needed(rank, group, limits)
+    draft.blocks += _blocks_needed(rank, group, limits, _hits(rank, group[0]))
     draft.tokens += count
     draft.rows += len(group)
     draft.admits.append(group)

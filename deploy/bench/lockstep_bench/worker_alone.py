@@ -28,29 +28,34 @@ CPU = torch.device("cpu")
 def step_inputs(
     kind: Kind, chunks: Sequence[tuple[Sequence[int], int]], tables: Sequence[Sequence[int]], block_size: int
 ) -> StepInputs:
-    """One pass over `chunks` of (tokens, position of the first) with their block tables; the last of each gets logits."""
+    """One pass over `chunks` of (tokens, position of the first) with their block tables; the last of each gets logits.
+
+    Without chunks it is that of a rank without tokens.
+    """
     sizes = [len(tokens) for tokens, _ in chunks]
     lens = tuple(start + size for (_, start), size in zip(chunks, sizes, strict=True))
-    width = -(-max(lens) // block_size)
+    longest = max(lens, default=0)
+    width = -(-longest // block_size)
     table = torch.zeros(len(chunks), width, dtype=torch.int64)
     for row, blocks in zip(table, tables, strict=True):
         row[: len(blocks[:width])] = torch.tensor(blocks[:width])
     starts = torch.tensor([0, *sizes]).cumsum(0)
-    positions = torch.cat([torch.arange(start, end) for (_, start), end in zip(chunks, lens, strict=True)])
-    owner = torch.repeat_interleave(torch.arange(len(chunks)), torch.tensor(sizes))
+    spans = [torch.arange(start, end) for (_, start), end in zip(chunks, lens, strict=True)]
+    positions = torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
+    owner = torch.repeat_interleave(torch.arange(len(chunks)), torch.tensor(sizes, dtype=torch.int64))
     return StepInputs(
         kind=kind,
-        token_ids=torch.tensor([token for tokens, _ in chunks for token in tokens]),
+        token_ids=torch.tensor([token for tokens, _ in chunks for token in tokens], dtype=torch.int64),
         positions=positions,
         rows=torch.arange(len(chunks)),
         query_starts=starts,
-        seq_lens=torch.tensor(lens),
+        seq_lens=torch.tensor(lens, dtype=torch.int64),
         block_tables=(table,),
         slots=(table[owner, positions // block_size] * block_size + positions % block_size,),
         logits_index=starts[1:] - 1,
         query_lens=tuple(sizes),
         host_seq_lens=lens,
-        max_seq_len=max(lens),
+        max_seq_len=longest,
     )
 
 

@@ -19,6 +19,8 @@ from lockstep_worker import memory
 from lockstep_worker.collectives import Place
 from lockstep_worker.config import WorkerConfig
 from lockstep_worker.driver import Driver
+from lockstep_worker.exchange.backends import choose_backend
+from lockstep_worker.exchange.placement import WHOLE, Sharding
 from lockstep_worker.graphs import captures
 from lockstep_worker.metrics import expose
 from lockstep_worker.models import Model, load_model
@@ -95,6 +97,7 @@ def load(settings: WorkerConfig, progress: Callable[[float, str], None]) -> Load
             progress=_loading(settings.name, progress),
             dummy_weights=settings.load_format == "dummy",
             kv_dtype=choose_kv_dtype(settings.kv_cache_dtype, device),
+            sharding=choose_sharding(settings, dtype, device),
         )
         deterministic = deterministic and keeps_bits(model, dtype, device)
         make_sampler = partial(TokenSampler, logprobs_mode=LogprobsMode(settings.logprobs_mode))
@@ -169,6 +172,15 @@ def keeps_bits(model: Model, dtype: torch.dtype, device: torch.device) -> bool:
         " and ".join(differing),
     )
     return False
+
+
+def choose_sharding(settings: WorkerConfig, dtype: torch.dtype, device: torch.device) -> Sharding:
+    """Which share of routed experts this worker's place has, and how tokens get there."""
+    place = Place(settings.dp, settings.cp, settings.rank)
+    if place.size == 1:
+        return WHOLE
+    backend = choose_backend(settings.all2all_backend, device, dtype, nccl=settings.collectives == "auto")
+    return Sharding(place.size, place.rank, settings.num_redundant_experts, backend, settings.max_num_batched_tokens)
 
 
 def choose_device(name: str) -> torch.device:

@@ -59,13 +59,23 @@ class WorkerConfig:
     dp: int = setting(1, "data-parallel ranks of the group that this worker is for", metavar="N")
     cp: int = setting(1, "workers of a data-parallel rank: they share its requests and its KV cache", metavar="N")
     rank: int = setting(0, "this worker's place in the group: dp rank * cp + cp rank", metavar="R")
+    num_redundant_experts: int = setting(
+        0, "expert slots of a layer, over the whole group, beyond one for each routed expert", metavar="N"
+    )
+    all2all_backend: str = setting(
+        "auto",
+        "how tokens reach experts on other workers; auto: deepep where it is installed and takes the model",
+        choices=("auto", "all_to_all", "deepep"),
+    )
     collectives: str = setting(
         "auto",
         "auto: NCCL between GPUs, gloo on the CPU; gloo: through the hosts, as workers need that share a GPU",
         choices=("auto", "gloo"),
     )
     debug_collectives: bool = setting(False, "after each plan all workers compare their collectives; slow")
-    collective_deadline_s: float = setting(10.0, "after so long a collective is reported with the ranks it misses; on the CPU it fails after twice that")
+    collective_deadline_s: float = setting(
+        10.0, "after so long a collective is reported with the ranks it misses; on the CPU it fails after twice that"
+    )
     reform_timeout_s: float = setting(60.0, "after so long a collective, or forming a group, is given up")
 
     null_step_ms: float = setting(-1.0, "at least 0: no model; forward and sampling are a wait of so long")
@@ -90,7 +100,7 @@ class WorkerConfig:
                 raise ConfigError(f"{name} must be at least 1")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError("gpu_memory_utilization must be above 0 and at most 1")
-        for name in ("max_model_len", "kv_cache_memory_gb", "threads", "block_size"):
+        for name in ("max_model_len", "kv_cache_memory_gb", "threads", "block_size", "num_redundant_experts"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative")
         if not 0 <= self.rank < self.dp * self.cp:

@@ -1,16 +1,10 @@
-"""The mixture-of-experts layer: a gate, and experts wherever they are.
-
-A token's way: `route` chooses its experts from the gate's logits; an `Exchange` brings it to those experts and adds what they
-make of it, weighted, to the residual stream.
-Shared experts are experts like the others, after the routed ones, that every live token goes to with weight 1: so one
-grouped product serves both. Rows that are not live go to no expert and keep their residual.
-"""
+"""The mixture-of-experts layer: its gate, and experts that are all here, or shared out among workers (`exchange.layer`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
@@ -18,65 +12,33 @@ from lockstep_kernels import moe
 from lockstep_kernels.fp8 import BLOCK
 from lockstep_kernels.moe import ExpertStack, ExpertWeights, Gate, Routing, Weight, split
 from lockstep_kernels.rms_norm import Norm, rms_norm
-from lockstep_worker.weights import ConfigFile
+from lockstep_worker.exchange.layer import ShardedExperts, SharedExperts
+from lockstep_worker.exchange.placement import Placement
+from lockstep_worker.weights import Checkpoint, ConfigFile
 
 if TYPE_CHECKING:
     from lockstep_worker.models.decoder import Tokens, WeightSource
 
 __all__ = [
-    "Exchange",
     "ExpertMlp",
     "ExpertNames",
     "Experts",
-    "Local",
     "Routing",
     "load_expert_mlp",
     "read_routing",
 ]
 
 
-class Exchange(Protocol):
-    """The way of tokens to the experts and back, wherever those are. Its calls come in the same order on all workers."""
-
-    def mix(
-        self,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        packed: ExpertWeights,
-        residual: torch.Tensor,
-        norm: Norm | None,
-    ) -> torch.Tensor:
-        """residual [T, d] plus the weighted sum of what each token's experts make of x [T, d].
-
-        ids int32 [T, k] over all experts, -1: none; weights float32 [T, k]; `packed` are the experts that are here. An
-        exchange over workers dispatches x by ids, calls `moe.experts` on what arrives, and combines what returns.
-        """
-        ...
-
-
-class Local:
-    """All experts are here."""
-
-    def mix(
-        self,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        packed: ExpertWeights,
-        residual: torch.Tensor,
-        norm: Norm | None,
-    ) -> torch.Tensor:
-        return moe.mix(x, ids, weights, packed, plus=residual, norm=norm)
-
-
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The feed-forward half of a layer with routed experts: y = residual + routed(x) + shared(x)."""
+    """The feed-forward half of a layer whose experts are all here: y = residual + routed(x) + shared(x).
+
+    Shared experts are experts like the others, after the routed ones, that every live token goes to with weight 1: so one
+    grouped product serves both. Rows that are not live go to no expert and keep their residual.
+    """
 
     gate: Gate
     weights: ExpertWeights  # the experts that the gate routes to, then the shared ones
-    exchange: Exchange
 
     @classmethod
     def pack(
@@ -86,13 +48,12 @@ class Experts:
         weights: ExpertWeights,
         *,
         correction: torch.Tensor | None = None,
-        exchange: Exchange | None = None,
     ) -> Experts:
         """gate [E, d]; correction float32 [E]; weights: E routed experts and any number of shared ones after them."""
         if weights.experts < routing.experts:
             raise ValueError(f"{weights.experts} experts have weights, {routing.experts} are routed to")
         packed = moe.pack_gate(gate, routing, correction, deterministic=weights.deterministic)
-        return cls(packed, weights, exchange or Local())
+        return cls(packed, weights)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, live: torch.Tensor | None, *, norm: Norm | None = None
@@ -105,7 +66,7 @@ class Experts:
             x, norm = rms_norm(x, *norm), None
         shared = self.weights.experts - self.gate.routing.experts
         ids, factors = moe.choose(x, self.gate, live=live, shared=shared, norm=norm)
-        return self.exchange.mix(x, ids, factors, self.weights, residual, norm)
+        return moe.mix(x, ids, factors, self.weights, plus=residual, norm=norm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +75,7 @@ class ExpertMlp:
 
     norm: Norm
     experts: Experts
+    routed: ClassVar[bool] = True
 
     def __call__(self, hidden: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         return self.experts(hidden, hidden, tokens.live, norm=self.norm)
@@ -167,8 +129,9 @@ def load_expert_mlp(
     shared: int = 0,
     corrected: bool = False,
     names: ExpertNames = ExpertNames(),
-) -> ExpertMlp:
-    """A layer's feed-forward half behind the norm of that name. Reads experts one at a time, straight into their stack.
+) -> ExpertMlp | ShardedExperts:
+    """A layer's feed-forward half behind the norm of that name. Reads experts one at a time, straight into their stack; of
+    experts that are shared out among workers, only those of this worker.
 
     Below `prefix` ("model.layers.3.mlp.") stand gate.weight [E, d], with `corrected` gate.e_score_correction_bias [E], the
     routed experts (experts.N.gate_proj.weight and so on, or the stacks experts.gate_up_proj [E, 2i, d] and experts.down_proj
@@ -179,47 +142,112 @@ def load_expert_mlp(
     correction = None
     if corrected:
         correction = weights.tensor(f"{prefix}gate.e_score_correction_bias", routing.experts, dtype=torch.float32)
-    count = routing.experts
-    stack = ExpertStack(
-        count + shared, hidden, width, weights.dtype, weights.device, deterministic=weights.deterministic
-    )
-    read: Callable[[str, int, int], Weight] = weights.tensor
-    if f"{prefix}experts.gate_up_proj" in weights.checkpoint:
-        _put_stacked(weights, prefix, stack, count, hidden, width)
-    else:
-        modules = [(f"{prefix}experts.{e}.", names) for e in range(count)]
-        if shared:
-            modules.append((f"{prefix}shared_experts.", ExpertNames()))
-        if _are_fp8(weights, modules, whole=shared < 2 or width % BLOCK == 0):
-            read = weights.weight
-        for e, (module, _) in enumerate(modules[:count]):
-            stack.put(e, *_read(read, module, names, hidden, width))
+    before = weights.norm(norm, hidden)
+    source = _ExpertSource(weights, prefix, names, routing.experts, hidden, width)
+    if weights.sharding.ranks > 1:
+        return _load_sharded(source, before, routing, gate, correction, shared)
+    stack = source.stack(routing.experts + shared)
+    fp8 = source.are_fp8(shared)
+    for e in range(routing.experts):
+        stack.put(e, *source.expert(e, fp8=fp8))
     if shared:
-        joint = _read(read, f"{prefix}shared_experts.", ExpertNames(), hidden, shared * width)
-        gates, ups, downs = (split(weight, shared, dim) for weight, dim in zip(joint, (0, 0, 1), strict=True))
-        for s, parts in enumerate(zip(gates, ups, downs, strict=True)):
-            stack.put(count + s, *parts)
-    experts = Experts.pack(routing, gate, stack.finish(), correction=correction)
-    return ExpertMlp(weights.norm(norm, hidden), experts)
+        for s, parts in enumerate(source.shared(shared, fp8=fp8)):
+            stack.put(routing.experts + s, *parts)
+    return ExpertMlp(before, Experts.pack(routing, gate, stack.finish(), correction=correction))
 
 
-def _read(
-    read: Callable[[str, int, int], Weight], module: str, names: ExpertNames, hidden: int, width: int
-) -> tuple[Weight, Weight, Weight]:
-    """Gate, up and down of the expert whose tensors' names begin with `module`."""
-    gate, up = (read(f"{module}{name}.weight", width, hidden) for name in (names.gate, names.up))
-    return gate, up, read(f"{module}{names.down}.weight", hidden, width)
+def _load_sharded(
+    source: _ExpertSource,
+    norm: Norm,
+    routing: Routing,
+    gate: torch.Tensor,
+    correction: torch.Tensor | None,
+    shared: int,
+) -> ShardedExperts:
+    """The slots that are this worker's before loads are known; shared experts as one block."""
+    weights, sharding = source.weights, source.weights.sharding
+    slots = sharding.placement(routing.experts)
+    here = sharding.here(slots)
+    fp8 = weights.device.type == "cuda" and source.are_fp8(0)  # on a CPU they are what values and scales stand for
+    stack = source.stack(len(here))
+    for slot, e in enumerate(here.tolist()):
+        stack.put(slot, *source.expert(e, fp8=fp8))
+    source.leave_others(set(here.tolist()))
+    block = None
+    if shared:
+        module, size = f"{source.prefix}shared_experts.", shared * source.width
+        down = weights.linear([f"{module}down_proj"], [source.hidden], size)
+        block = SharedExperts(weights.gate_up(module, size, source.hidden), down)
+    packed = moe.pack_gate(gate, routing, correction, deterministic=weights.deterministic)
+    placement = Placement(routing.experts, slots, weights.device)
+
+    def read(checkpoint: Checkpoint, e: int) -> tuple[Weight, Weight, Weight]:
+        return replace(source, weights=weights.over(checkpoint)).expert(e, fp8=fp8)
+
+    layer = ShardedExperts(len(weights.sharded), norm, packed, stack.finish(), block, placement, read)
+    weights.sharded.append(layer)
+    return layer
 
 
-def _put_stacked(weights: WeightSource, prefix: str, stack: ExpertStack, experts: int, hidden: int, width: int) -> None:
-    gate_up = weights.tensor(f"{prefix}experts.gate_up_proj", experts, 2 * width, hidden)
-    down = weights.tensor(f"{prefix}experts.down_proj", experts, hidden, width)
-    for e in range(experts):
-        gate, up = gate_up[e].chunk(2)
-        stack.put(e, gate, up, down[e])
+@dataclass(frozen=True, slots=True)
+class _ExpertSource:
+    """The experts of a layer in a checkpoint, one by one: gate, up and down of each."""
 
+    weights: WeightSource
+    prefix: str
+    names: ExpertNames
+    experts: int
+    hidden: int
+    width: int
 
-def _are_fp8(weights: WeightSource, modules: Sequence[tuple[str, ExpertNames]], *, whole: bool) -> bool:
-    """Whether all experts can stay of 8 bits: they are stored so, and `whole`: none ends within a block of scales."""
-    stored = (f"{module}{name}.weight" for module, n in modules for name in (n.gate, n.up, n.down))
-    return whole and all(weights.checkpoint.quantised(name) for name in stored)
+    def stack(self, experts: int) -> ExpertStack:
+        """Room for so many."""
+        w = self.weights
+        return ExpertStack(experts, self.hidden, self.width, w.dtype, w.device, deterministic=w.deterministic)
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the checkpoint has one tensor for all of them."""
+        return f"{self.prefix}experts.gate_up_proj" in self.weights.checkpoint
+
+    def are_fp8(self, shared: int) -> bool:
+        """Whether all experts, and as many shared ones, can stay of 8 bits: they are stored so, and none ends within a block
+        of scales."""
+        if self.stacked or (shared > 1 and self.width % BLOCK):
+            return False
+        modules = [(f"{self.prefix}experts.{e}.", self.names) for e in range(self.experts)]
+        if shared:
+            modules.append((f"{self.prefix}shared_experts.", ExpertNames()))
+        stored = (f"{module}{name}.weight" for module, n in modules for name in (n.gate, n.up, n.down))
+        return all(self.weights.checkpoint.quantised(name) for name in stored)
+
+    def expert(self, e: int, *, fp8: bool) -> tuple[Weight, Weight, Weight]:
+        if not self.stacked:
+            return self._module(f"{self.prefix}experts.{e}.", self.names, self.width, fp8)
+        shape = (self.experts, 2 * self.width, self.hidden)
+        gate, up = self.weights.part(f"{self.prefix}experts.gate_up_proj", *shape, part=e).chunk(2)
+        return (
+            gate,
+            up,
+            self.weights.part(f"{self.prefix}experts.down_proj", self.experts, self.hidden, self.width, part=e),
+        )
+
+    def shared(self, count: int, *, fp8: bool) -> Iterator[tuple[Weight, Weight, Weight]]:
+        """The shared experts, which are stored as one."""
+        joint = self._module(f"{self.prefix}shared_experts.", ExpertNames(), count * self.width, fp8)
+        gates, ups, downs = (split(weight, count, dim) for weight, dim in zip(joint, (0, 0, 1), strict=True))
+        return zip(gates, ups, downs, strict=True)
+
+    def leave_others(self, mine: set[int]) -> None:
+        """The experts that are not `mine` are read by other workers."""
+        if self.stacked:
+            return
+        n = self.names
+        for e in set(range(self.experts)) - mine:
+            for name in (n.gate, n.up, n.down):
+                self.weights.leave(f"{self.prefix}experts.{e}.{name}.weight")
+
+    def _module(self, module: str, names: ExpertNames, width: int, fp8: bool) -> tuple[Weight, Weight, Weight]:
+        read: Callable[[str, int, int], Weight] = self.weights.weight if fp8 else self.weights.tensor
+        gate, up = (read(f"{module}{name}.weight", width, self.hidden) for name in (names.gate, names.up))
+        return gate, up, read(f"{module}{names.down}.weight", self.hidden, width)

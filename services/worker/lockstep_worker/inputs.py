@@ -40,6 +40,7 @@ class StepInputs:
         None  # [T] bool: tokens of rows that are alive; None: all. Others are routed to no expert
     )
     scored: Scored | None = None
+    expert_rows: int = 0  # host: the most tokens that any rank brings to its experts, as all ranks know; 0: none knows
 
 
 def one_token_each(inputs: StepInputs) -> StepInputs:

@@ -81,12 +81,16 @@ def kv_blocks_on_cuda(
     captured = (
         graphs * _GRAPH_BYTES + logits + peak if graphs else 0
     )  # a captured prefill pass has activations of its own
-    budget = int(total * utilization) - (total - free) - peak - captured - _row_bytes(sizes, model.vocab_size)
+    exchanged = _exchange_bytes(model, sizes, captured=graphs > 0)
+    budget = (
+        int(total * utilization) - (total - free) - peak - captured - _row_bytes(sizes, model.vocab_size) - exchanged
+    )
     blocks, why = budget // per_block, f"gpu_memory_utilization {utilization:g}"
     if memory_gb:
         blocks, why = int(memory_gb * GIB) // per_block, f"{memory_gb:g} GiB as set"
     log.info(
-        "memory on %s: %.2f GiB in all, %.2f used (weights %.2f), activations of %d tokens %.2f, graphs %.2f, rows %.2f",
+        "memory on %s: %.2f GiB in all, %.2f used (weights %.2f), activations of %d tokens %.2f, graphs %.2f, rows %.2f, "
+        "tokens on their way to experts and back %.2f",
         device,
         total / GIB,
         (total - free) / GIB,
@@ -95,6 +99,7 @@ def kv_blocks_on_cuda(
         peak / GIB,
         captured / GIB,
         _row_bytes(sizes, model.vocab_size) / GIB,
+        exchanged / GIB,
     )
     return _checked(
         blocks,
@@ -108,6 +113,14 @@ def kv_blocks_on_cuda(
 def _row_bytes(sizes: Sizes, vocab_size: int) -> int:
     """Of the rows' tokens, and of their counts of tokens seen, which penalties need."""
     return (sizes.max_rows + 1) * (_TOKEN_BYTES * sizes.max_model_len + _COUNT_BYTES * vocab_size)
+
+
+def _exchange_bytes(model: Model, sizes: Sizes, *, captured: bool) -> int:
+    """For experts on other workers: what prefill passes take if experts are equally busy, and captured decode steps always."""
+    if model.experts is None:
+        return 0
+    decode = model.experts.exchange_bytes(sizes.max_rows, captured=True) if captured else 0
+    return decode + model.experts.exchange_bytes(sizes.max_batched_tokens, captured=False)
 
 
 def _checked(blocks: int, per_block: int, sizes: Sizes, why: str, knobs: str) -> int:

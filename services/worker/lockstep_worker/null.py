@@ -8,6 +8,7 @@ import torch
 
 from lockstep_common.errors import ConfigError
 from lockstep_worker.collectives import Group
+from lockstep_worker.exchange.layer import ShardedLayers
 from lockstep_worker.inputs import StepInputs
 from lockstep_worker.kv import KvCache, KvSpec
 from lockstep_worker.sampling import Sampled, SamplingBatch
@@ -40,6 +41,7 @@ class NullModel:
     generated_reusable = True
     captures_prefill = False
     captured_prefix: int | None = None
+    experts: ShardedLayers | None = None
 
     def __init__(self, step_ms: float, *, vocab_size: int, max_model_len: int, device: torch.device) -> None:
         self.vocab_size = vocab_size

@@ -29,6 +29,7 @@ from lockstep_common.steps import (
     AddRow,
     Attachment,
     Body,
+    ExpertLoads,
     Flag,
     GroupConfig,
     Header,
@@ -56,6 +57,7 @@ class StepResult:
     top: TopLogprobs | None = None
     faults: tuple[tuple[int, str], ...] = ()
     prompts: tuple[PromptChunk, ...] = ()
+    expert_loads: ExpertLoads | None = None
 
 
 class GroupLost(Unavailable):
@@ -188,6 +190,7 @@ class PlanLog:
         self._next_body: Body | None = None  # of a plan that started before all outcomes of the one before were there
         self._arrival = (0, 0)  # seq and time of the newest plan
         self._open = False  # in a group
+        self._expert_layers = self._expert_slots = 0  # whose experts a header may move
 
     def check_configure(self, epoch: int, term: int) -> None:
         """Conflict unless (epoch, term) may form a new group: the term must not be lower, the epoch must be higher."""
@@ -212,6 +215,7 @@ class PlanLog:
             self._kept.clear()
             self._unsent.clear()
             self._rows = RowTable(group.max_rows, widths)
+            self._expert_layers, self._expert_slots = facts.moe_layers, facts.expert_slots
             self._next_body = None
             self._open = True
 
@@ -224,8 +228,7 @@ class PlanLog:
                 raise Conflict(f"plan of epoch {header.epoch}, but this worker {self._membership()}")
             if steps_of(header) < 1:
                 raise InvalidRequest(f"plan {header.seq} has no step")
-            if header.moved_layer >= 0 or header.placement_version or header.capture_bucket:
-                raise Unsupported(f"plan {header.seq} moves experts or captures a graph, which this worker cannot")
+            self._check_able(header)
             self.term = body.term
             self._ack(body.ack)
             if header.seq <= self.accepted:
@@ -238,6 +241,16 @@ class PlanLog:
             self._headers[header.seq] = plan.header_bytes
             self._arrival = (header.seq, now_ns)
             return True
+
+    def _check_able(self, header: Header) -> None:
+        layers, slots = self._expert_layers, self._expert_slots
+        if header.capture_bucket or ((header.placement_version or header.moved_layer >= 0) and not layers):
+            raise Unsupported(f"plan {header.seq} moves experts or captures a graph, which this worker cannot")
+        if header.moved_layer >= 0 and not (header.moved_layer < layers and len(header.moved_experts) == slots):
+            raise InvalidRequest(
+                f"plan {header.seq} moves experts of layer {header.moved_layer} to {len(header.moved_experts)} slots, this worker "
+                f"has {layers} such layers of {slots} slots"
+            )
 
     def start(self, plan: Plan) -> bool:
         """Marks the plan as running; False if its epoch is over. The row table follows once the plans before are finished."""
@@ -385,6 +398,7 @@ class Coalescer:
             step_ns=step_ns,
             turnaround_ns=turnaround_ns if last else 0,
             idle_ns=idle_ns,
+            expert_loads=next((result.expert_loads for result in pending if result.expert_loads is not None), None),
         )
 
 

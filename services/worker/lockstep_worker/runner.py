@@ -37,6 +37,7 @@ from lockstep_common.steps import (
 )
 from lockstep_worker import collectives
 from lockstep_worker.collectives import ONLY, Group, Membership, Place
+from lockstep_worker.exchange.layer import LoadsOnTheWay
 from lockstep_worker.graphs import DecodeGraphs
 from lockstep_worker.kv import KvCache
 from lockstep_worker.models import Model
@@ -110,6 +111,7 @@ class _InFlight:
     logprobs: torch.Tensor | None = None
     tops: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
     scores: Scores | None = None
+    loads: LoadsOnTheWay | None = None
 
     @property
     def there(self) -> bool:
@@ -142,6 +144,7 @@ class Runner:
         self._in_flight: deque[_InFlight] = deque()
         self._regroup = False  # a row of the current batch has ended
         self._scores: Scores | None = None  # of the current step
+        self._now = 0  # the step of the plan that runs
         self._expert_rows = 0  # that any rank has at most in the current step; 0: unknown
         self._graphs: DecodeGraphs | None = None
         self._prefill_graphs: PrefillGraphs | None = None
@@ -173,16 +176,21 @@ class Runner:
             nccl=loaded.nccl,
         )
         self._lag = 0 if loaded.mark is None or group.cp > 1 else _LAG  # CP ranks must learn of ends at the same step
-        loaded.model.join(self._group)
         with torch.inference_mode():
+            loaded.model.join(self._group)
             self._allocate(group)
         self._warm_up(min(group.max_batched_tokens, group.max_model_len))
+        if loaded.model.experts is not None:
+            with torch.inference_mode():
+                loaded.model.experts.forget_loads()
         return self._facts(self._group.num_blocks)
 
     def run(self, plan: Plan) -> Iterator[StepResult]:
         """Applies a plan and runs it; up to `lag` steps stay in flight at its end."""
         with torch.inference_mode():  # halves the cost of a small operation
             self._group.begin(plan.header.seq, collectives.PROLOGUE)
+            if (experts := self._loaded.model.experts) is not None:
+                experts.begin(plan.header)
             self._apply(plan.body)
             self.timeline.mark(APPLIED, plan.header.seq)
             graphs, variant = self._graphs, Variant.EAGER
@@ -231,7 +239,8 @@ class Runner:
             if len(rows) == 0 and not group.coupled:
                 self._in_flight.append(self._nothing)
                 continue
-            self._in_flight.append(_InFlight(graphs.launch(rows, variant, size), generations, self._mark()))
+            words, loads = graphs.launch(rows, variant, size), self._expert_loads()
+            self._in_flight.append(_InFlight(words, generations, self._mark(), loads=loads))
             self.timeline.mark(LAUNCHED, plan.header.seq, step)
             yield from self.poll(wait=False)
         self._rows.host_lengths[rows] += plan.header.k
@@ -288,6 +297,7 @@ class Runner:
     def _begin(self, seq: int, step: int) -> None:
         """The group's next step. Ranks that share no experts meet before it: nothing else keeps them in step."""
         self._group.begin(seq, step)
+        self._now = step
         if self._group.place.dp > 1 and not self._loaded.model.routed_experts:
             self._group.meet(0)
 
@@ -334,8 +344,14 @@ class Runner:
             tops = tuple(
                 (ids.to("cpu", non_blocking=True), values.to("cpu", non_blocking=True)) for ids, values in tops
             )
-        flight = _InFlight(words, batch.generations, self._mark(), wanted, logprobs, tops, scores)
+        loads = self._expert_loads()
+        flight = _InFlight(words, batch.generations, self._mark(), wanted, logprobs, tops, scores, loads)
         self._in_flight.append(flight)
+
+    def _expert_loads(self) -> LoadsOnTheWay | None:
+        """With the step that the plan's header wants them with."""
+        experts = self._loaded.model.experts
+        return None if experts is None else experts.report(self._now, self._group.cp)
 
     def _mark(self) -> Mark | None:
         return None if self._loaded.mark is None else self._loaded.mark()
@@ -364,6 +380,8 @@ class Runner:
             result, generations = select_words(result, live), generations[live]
         if len(result.words) and int(np.bitwise_or.reduce(result.words)) & int(END_BITS):
             result = self._end_rows(result, generations)
+        if step.loads is not None:
+            result = replace(result, expert_loads=step.loads.arrived())
         return result if step.scores is None else replace(result, prompts=step.scores.chunks())
 
     def _end_rows(self, result: StepResult, generations: I64) -> StepResult:
@@ -449,7 +467,7 @@ class Runner:
         return hashlib.sha256("|".join(map(str, parts)).encode()).hexdigest()[:16]
 
     def _facts(self, num_blocks: int) -> WorkerFacts:
-        loaded = self._loaded
+        loaded, experts = self._loaded, self._loaded.model.experts
         return WorkerFacts(
             model=loaded.name,
             config_hash=self._config_hash(),
@@ -465,6 +483,10 @@ class Runner:
             ),
             deterministic=loaded.deterministic,
             routed_experts=loaded.model.routed_experts,
+            moe_layers=0 if experts is None else len(experts.layers),
+            routed_expert_count=0 if experts is None else experts.experts,
+            expert_slots=0 if experts is None else experts.slots,
+            expert_groups=1 if experts is None else experts.groups,
             generated_reusable=loaded.model.generated_reusable,
             dp=loaded.place.dp,
             cp=loaded.place.cp,

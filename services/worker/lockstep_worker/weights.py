@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -16,12 +17,27 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from lockstep_common.errors import ConfigError
+from lockstep_worker.exchange.placement import WHOLE, Sharding
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 Progress = Callable[[float], None]  # told the loaded fraction, 0 to 1
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """What the weights of a model become, and where. `deterministic`: a row's bits do not depend on its batch."""
+
+    dtype: torch.dtype
+    device: torch.device
+    deterministic: bool
+    reopen: Callable[[], AbstractContextManager[Checkpoint]]  # what is loaded, to read from it again
+    progress: Progress = lambda share: None
+    sharding: Sharding = WHOLE
+
+
 _HEADER_DTYPES = {"F64", "F32", "F16", "BF16"}
 _E4M3 = "F8_E4M3"
 LARGEST: Final = 448.0  # of e4m3
@@ -106,6 +122,14 @@ class Checkpoint(Protocol):
         unless `dtype` is e4m3."""
         ...
 
+    def take_part(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: int) -> torch.Tensor:
+        """As `take`, of a tensor of this shape only what stands under `part` in its first dimension: [1, ...]."""
+        ...
+
+    def leave(self, name: str) -> None:
+        """Other workers take the tensor `name`. Raises ConfigError if it is missing."""
+        ...
+
     def headers(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         """(name, dtype, shape) of every tensor by name: the same for one file and for shards."""
         ...
@@ -160,6 +184,12 @@ class DummyCheckpoint:
         bound = self._BOUND if stored == dtype else LARGEST
         return tensor.uniform_(-bound, bound, generator=self._generator).to(dtype)
 
+    def take_part(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: int) -> torch.Tensor:
+        raise KeyError(name)  # experts are never stacked here
+
+    def leave(self, name: str) -> None:
+        return None
+
     def headers(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         yield "dummy", "", ()
 
@@ -198,9 +228,17 @@ class SafetensorsCheckpoint:
         return name in self._where
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        path = self._where.get(name)
-        if path is None:
-            raise ConfigError(f"{self.directory}: tensor {name} is missing from the safetensors files", param=name)
+        return self._read(name, shape, dtype, slice(None))
+
+    def take_part(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: int) -> torch.Tensor:
+        return self._read(name, shape, dtype, slice(part, part + 1))
+
+    def leave(self, name: str) -> None:
+        self._path(name)
+        self._taken.add(name)
+
+    def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: slice) -> torch.Tensor:
+        path = self._path(name)
         header = self._files[path].get_slice(name)
         if tuple(header.get_shape()) != shape:
             found = list(header.get_shape())
@@ -211,9 +249,15 @@ class SafetensorsCheckpoint:
                 f"{path}: tensor {name} has dtype {header.get_dtype()}, which is not supported", param=name
             )
         self._taken.add(name)
-        tensor: torch.Tensor = self._files[path].get_tensor(name)
+        tensor: torch.Tensor = self._files[path].get_tensor(name) if part == slice(None) else header[part]
         self.bytes_taken += tensor.nbytes
         return tensor.to(self._device).to(dtype)
+
+    def _path(self, name: str) -> Path:
+        path = self._where.get(name)
+        if path is None:
+            raise ConfigError(f"{self.directory}: tensor {name} is missing from the safetensors files", param=name)
+        return path
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._files[self._where[name]].get_slice(name).get_shape())

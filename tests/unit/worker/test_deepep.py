@@ -28,8 +28,6 @@ class Event:
 class ElasticBuffer:
     """Signatures as documented; one rank of two, whose peer sends the same rows."""
 
-    num_bytes = 1 << 21
-
     def __init__(
         self,
         group: Any,
@@ -156,7 +154,6 @@ def test_the_buffer_is_made_for_the_largest_pass(exchange: Exchange, group: Any)
     wanted = {"group": group, "num_max_tokens_per_rank": 16, "hidden": HIDDEN, "num_topk": CHOSEN}
     assert wanted.items() <= made.items() and made["deterministic"] and made["explicitly_destroy"]
     assert not made["use_fp8_dispatch"] and made["num_bytes"] is None
-    assert exchange.bytes_held(3, HIDDEN, CHOSEN, torch.bfloat16, captured=True) == 1 << 21
     exchange.close()
     assert calls(exchange)[-1][0] == "destroy"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,9 +42,9 @@ def group(epoch: int = 1, term: int = 1) -> GroupConfig:
     return GroupConfig(epoch, term, 0, 0, 0, 1, 1, "", 0, 4, 64, 32, 8, 0)
 
 
-def configured(epoch: int = 1, term: int = 1) -> PlanLog:
+def configured(facts: WorkerFacts = FACTS, *, epoch: int = 1, term: int = 1) -> PlanLog:
     log = PlanLog()
-    log.configure(group(epoch, term), FACTS)
+    log.configure(group(epoch, term), facts)
     return log
 
 
@@ -82,9 +83,23 @@ def test_a_plan_without_steps_is_refused() -> None:
 @pytest.mark.parametrize("field", ["moved_layer", "placement_version", "capture_bucket"])
 def test_what_a_worker_cannot_do_is_refused_not_ignored(field: str) -> None:
     log, asked = configured(), plan(1)
+    change: dict[str, Any] = {field: 1}
     with pytest.raises(Unsupported, match="cannot"):
-        log.accept(replace(asked, header=replace(asked.header, **{field: 1})), 0)
+        log.accept(replace(asked, header=replace(asked.header, **change)), 0)
     assert log.accept(asked, 0)
+
+
+def test_experts_move_within_what_the_worker_has() -> None:
+    log = configured(replace(FACTS, moe_layers=2, routed_expert_count=4, expert_slots=6))
+    asked = plan(1)
+    for layer, slots in ((2, 6), (1, 5)):
+        header = replace(asked.header, moved_layer=layer, moved_experts=(0,) * slots, placement_version=1)
+        with pytest.raises(InvalidRequest, match=f"layer {layer} to {slots} slots, this worker has 2 such layers of 6 slots"):
+            log.accept(replace(asked, header=header), 0)
+    header = replace(asked.header, moved_layer=1, moved_experts=(0, 1, 2, 3, 0, 1), placement_version=1)
+    assert log.accept(replace(asked, header=header), 0)
+    with pytest.raises(Unsupported, match="captures a graph"):
+        log.accept(replace(plan(2), header=replace(plan(2).header, capture_bucket=1)), 0)
 
 
 def test_a_worker_in_no_group_takes_no_plan() -> None:

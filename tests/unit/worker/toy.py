@@ -25,6 +25,7 @@ from lockstep_common.steps import (
     unpack_words,
 )
 from lockstep_worker.collectives import Group
+from lockstep_worker.exchange.layer import ShardedLayers
 from lockstep_worker.inputs import StepInputs
 from lockstep_worker.kv import KvCache, KvSpec
 from lockstep_worker.protocol import StepResult
@@ -57,7 +58,7 @@ class ToyModel:
     vocab_size = VOCAB
     max_model_len = MAX_LEN
     routed_experts = False
-    experts = None
+    experts: ShardedLayers | None = None
     deterministic = True
     generated_reusable = True
     captures_prefill = True

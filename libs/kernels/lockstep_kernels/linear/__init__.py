@@ -13,7 +13,7 @@ from lockstep_kernels.linear import cpu
 from lockstep_kernels.linear.packed import Layout, Packed
 from lockstep_kernels.rms_norm import Norm
 
-__all__ = ["Layout", "Packed", "linear", "pack", "pack_fp8", "split"]
+__all__ = ["Layout", "Packed", "linear", "pack", "pack_fp8", "split", "unpack"]
 
 
 def pack(
@@ -35,6 +35,20 @@ def pack(
     if (packed := cpu.pack(weight, bias, prompts)) is not None:
         return packed
     return Packed(weight.contiguous(), bias, out_features, in_features, Layout.PLAIN, weight.dtype)
+
+
+def unpack(packed: Packed) -> torch.Tensor:
+    """The weight [out, in] that was packed, of what it was packed for; not of 8 bits."""
+    packed = packed.for_prompts  # as stored, where there are two forms
+    if packed.layout is Layout.HALF:
+        half: torch.Tensor = torch.ops.quantized.linear_unpack_fp16(packed.weight)[0]
+        return half.bfloat16()
+    assert isinstance(packed.weight, torch.Tensor)
+    if packed.layout is Layout.ONEDNN:
+        return packed.weight.to_dense()
+    if packed.scale is not None:
+        raise ValueError("a weight of 8 bits is kept as values and scales")
+    return packed.weight
 
 
 def pack_fp8(

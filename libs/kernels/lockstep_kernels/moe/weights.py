@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from lockstep_kernels.checks import check_shape
 from lockstep_kernels.fp8 import BLOCK, E4M3, Fp8Weight
-from lockstep_kernels.linear import Packed, pack, pack_fp8
+from lockstep_kernels.linear import Packed, pack, pack_fp8, unpack
 from lockstep_kernels.swiglu import GateUp, pack_gate_up, pack_gate_up_fp8
 
 MAX_EXPERTS = 1024
@@ -103,6 +103,28 @@ class ExpertWeights:
     packed: tuple[tuple[GateUp, Packed], ...] = ()  # on CPU: one pair an expert
     deterministic: bool = False
 
+    def numbers(self, expert: int) -> tuple[torch.Tensor, ...]:
+        """All that an expert is made of: where it lies in the stacks, or on CPU copies of gate, up and down. Of the same shapes
+        for all experts."""
+        if self.gate_up is None or self.down is None:
+            (gate_up, down) = self.packed[expert]
+            assert gate_up.up is not None
+            return unpack(gate_up.gate), unpack(gate_up.up), unpack(down)
+        tensors = (self.gate_up.values, self.down.values, self.gate_up.scale, self.down.scale)
+        return tuple(tensor[expert] for tensor in tensors if tensor is not None)
+
+    def replaced(self, experts: Mapping[int, tuple[Weight, Weight, Weight]]) -> ExpertWeights:
+        """With other gates, ups and downs at some places. Stacks are written over, and are the same afterwards."""
+        if self.gate_up is None or self.down is None:
+            packed = list(self.packed)
+            for expert, (gate, up, down) in experts.items():
+                packed[expert] = _pack_expert(gate, up, down, self.dtype)
+            return replace(self, packed=tuple(packed))
+        for expert, (gate, up, down) in experts.items():
+            _fill(self.gate_up, expert, gate, up)
+            _fill(self.down, expert, down)
+        return self
+
 
 class ExpertStack:
     """Takes experts one after the other as a checkpoint yields them, without a second copy of them all."""
@@ -136,7 +158,7 @@ class ExpertStack:
             check_shape(name, _values(weight), shape)
         self._missing.remove(expert)
         if self._device.type == "cpu":
-            self._packed[expert] = (_pack_gate_up(gate, up, self._dtype), _pack(down, self._dtype))
+            self._packed[expert] = _pack_expert(gate, up, down, self._dtype)
             return
         if self._gate_up is None or self._down is None:
             self._gate_up, self._down = (self._empty(*parts) for parts in ((gate, up), (down,)))
@@ -225,6 +247,10 @@ def _scale_dim(stack: Stack) -> int:
 
 def _values(weight: Weight) -> torch.Tensor:
     return weight.values if isinstance(weight, Fp8Weight) else weight
+
+
+def _pack_expert(gate: Weight, up: Weight, down: Weight, dtype: torch.dtype) -> tuple[GateUp, Packed]:
+    return _pack_gate_up(gate, up, dtype), _pack(down, dtype)
 
 
 def _pack(weight: Weight, dtype: torch.dtype) -> Packed:

@@ -65,11 +65,6 @@ class Exchange(Protocol):
         """
         ...
 
-    def bytes_held(self, tokens: int, hidden: int, chosen: int, dtype: torch.dtype, *, captured: bool) -> int:
-        """The most bytes that a dispatch and its combine hold beside their arguments, if every rank brings that many tokens;
-        without `captured`, if all of them come to this rank."""
-        ...
-
     def close(self) -> None:
         """Gives back what it holds between calls."""
         ...

@@ -70,14 +70,6 @@ class AllToAll:
 
         return finish
 
-    def bytes_held(self, tokens: int, hidden: int, chosen: int, dtype: torch.dtype, *, captured: bool) -> int:
-        row, size = hidden * dtype.itemsize, self._world.size
-        packed = _width(row, chosen)
-        if captured:  # a token's own row once; all arrived ones packed and unpacked; results, and what returns
-            return tokens * packed + size * tokens * (packed + 3 * row + 8 * chosen)
-        sent = tokens * min(size, chosen) * (packed + row)
-        return sent + size * tokens * (packed + 2 * row + 8 * chosen)
-
     def close(self) -> None:
         pass  # the communicator is the group's
 
@@ -158,6 +150,20 @@ class AllToAll:
         ranks = ids.long().div(self._local, rounding_mode="floor").sort(1).values
         ranks[:, 1:].masked_fill_(ranks[:, 1:] == ranks[:, :-1], -1)
         return ranks
+
+
+def bytes_held(ranks: int, tokens: int, hidden: int, chosen: int, dtype: torch.dtype, *, captured: bool) -> int:
+    """Bytes of a dispatch and its combine, beside what they are given and give, if every rank brings so many tokens.
+
+    captured: of the way with a capacity of so many. Else, of the way with counts, if experts are equally busy: a rank whose
+    experts are busier gets more rows, up to those of all ranks.
+    """
+    row = hidden * dtype.itemsize
+    packed = _width(row, chosen)
+    if captured:  # own tokens packed; everybody's, packed and unpacked; results, and what returns
+        return tokens * packed + ranks * tokens * (packed + 3 * row + 8 * chosen)
+    travelling = tokens * min(ranks, chosen)
+    return travelling * (2 * packed + 4 * row + 8 * chosen)
 
 
 def _width(row: int, chosen: int) -> int:

@@ -89,9 +89,6 @@ class DeepEp:
 
         return finish
 
-    def bytes_held(self, tokens: int, hidden: int, chosen: int, dtype: torch.dtype, *, captured: bool) -> int:
-        return int(self._buffer.num_bytes)
-
     def close(self) -> None:
         """Gives back the memory that other ranks reach. All ranks do."""
         self._buffer.destroy()

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
 import torch
 
 from lockstep_common.errors import Conflict
-from lockstep_common.steps import Kind
+from lockstep_common.steps import ExpertLoads, Header, Kind
 from lockstep_kernels import moe
 from lockstep_kernels.linear import Packed, linear
-from lockstep_kernels.moe import ExpertWeights, Gate
+from lockstep_kernels.moe import ExpertWeights, Gate, Weight
 from lockstep_kernels.rms_norm import Norm, rms_norm
 from lockstep_kernels.swiglu import GateUp, swiglu
-from lockstep_worker.collectives import Group
+from lockstep_worker.collectives import Communicator, Group
 from lockstep_worker.exchange import Exchange
+from lockstep_worker.exchange.all_to_all import bytes_held
 from lockstep_worker.exchange.backends import open_exchange
 from lockstep_worker.exchange.local import Local
+from lockstep_worker.exchange.moves import exchange_experts, plan_moves
 from lockstep_worker.exchange.placement import Placement, Sharding
+from lockstep_worker.protocol import steps_of
 
 if TYPE_CHECKING:
     from lockstep_worker.models.decoder import Tokens
+    from lockstep_worker.weights import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +59,19 @@ class ShardedExperts:
         weights: ExpertWeights,
         shared: SharedExperts | None,
         placement: Placement,
+        read: Callable[[Checkpoint, int], tuple[Weight, Weight, Weight]],
     ) -> None:
-        """number: of the layer, among those with routed experts; weights: of this worker's slots."""
-        self.number = number
+        """number: of the layer, among those with routed experts; weights: of this worker's slots; read: an expert's gate, up and
+        down from a checkpoint."""
         self.norm = norm
         self.gate = gate
         self.weights = weights
         self.shared = shared
         self.placement = placement
+        self.read = read
         self.exchange: Exchange
         self.loads: torch.Tensor  # int32 [2, E + 1]: pairs of prefill and of decode; the first column: of no expert
-        self._name = f"experts {number}"
+        self.name = f"experts {number}"
 
     def __call__(self, hidden: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         """See `lockstep_worker.models.decoder.FeedForward`; there may be no rows."""
@@ -72,11 +80,11 @@ class ShardedExperts:
         self._count(ids, tokens.kind)
         slots = self.placement.choose(ids, tokens.spread)
         sent = x.to(self.weights.dtype)  # the same on all ranks, whichever form of the weights a pass of theirs takes
-        arrived = self.exchange.dispatch(self._name, sent, slots, factors, capacity=tokens.capacity)
+        arrived = self.exchange.dispatch(self.name, sent, slots, factors, capacity=tokens.capacity)
         assert arrived.ids is not None
         rows = arrived.x.to(x.dtype)
         results = moe.mix(rows, arrived.ids, arrived.weights, self.weights, plus=torch.zeros_like(rows))
-        finish = self.exchange.combine(self._name, results.to(sent.dtype), arrived.handle)
+        finish = self.exchange.combine(self.name, results.to(sent.dtype), arrived.handle)
         return finish(hidden if self.shared is None else self.shared(x, hidden))
 
     def _choose(self, x: torch.Tensor, live: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,20 +98,41 @@ class ShardedExperts:
         self.loads[int(kind is Kind.DECODE)].scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
 
 
+@dataclass(frozen=True, slots=True)
+class LoadsOnTheWay:
+    """From the device to the host."""
+
+    pairs: torch.Tensor  # int32 [layers, 2, experts]: (token, expert) pairs of prefill and of decode
+    steps: int
+
+    def arrived(self) -> ExpertLoads:
+        """Once what was queued before has been done."""
+        prefill, decode = self.pairs.numpy().astype(np.uint32).swapaxes(0, 1)
+        return ExpertLoads(prefill, decode, self.steps)
+
+
 class ShardedLayers:
     """All layers with routed experts of a model, on the worker that was loaded for one place of a group."""
 
-    def __init__(self, layers: Sequence[ShardedExperts], sharding: Sharding) -> None:
+    def __init__(
+        self,
+        layers: Sequence[ShardedExperts],
+        sharding: Sharding,
+        open_checkpoint: Callable[[], AbstractContextManager[Checkpoint]],
+    ) -> None:
+        """`open_checkpoint`: what the layers were loaded from, again."""
         self.layers = tuple(layers)
+        self.open_checkpoint = open_checkpoint
         self.sharding = sharding
         first = layers[0]
         self.experts = first.placement.experts
         self.groups = first.gate.routing.groups
         device = first.gate.arrived.device
         self._loads = torch.zeros(len(layers), 2, self.experts + 1, dtype=torch.int32, device=device)
-        self._passes = 0
         for layer, loads in zip(layers, self._loads, strict=True):
             layer.loads = loads
+        self.forget_loads()
+        self.versions = [0] * len(layers)  # how often each layer's experts have moved in this group
         self._exchange_through(Local(self.slots, sharding.ranks))
 
     @property
@@ -144,7 +173,61 @@ class ShardedLayers:
                 chosen=self.layers[0].gate.routing.top_k,
             )
         )
+        self._world = group.world
+        self._restore()
+        self.forget_loads()
+
+    def forget_loads(self) -> None:
+        """What was counted so far does not count."""
         self._loads.zero_()
+        self._steps, self._reporting_step = 0, -1
+
+    def move(self, number: int, experts: Sequence[int]) -> None:
+        """From the next pass on, slot p of layer `number` holds expert experts[p]. All ranks of the group do this together."""
+        layer, slots = self.layers[number], np.array(experts, np.uint32)
+        layer.placement.check(slots)
+        moves = plan_moves(layer.placement.slots, slots, self.sharding.ranks)
+        self.versions[number] += 1
+        name = f"{layer.name}, version {self.versions[number]}"
+        layer.weights = exchange_experts(self._world, name, layer.weights, moves)
+        layer.placement.set(slots)
+
+    def exchange_bytes(self, tokens: int, *, captured: bool) -> int:
+        """Of device memory, see `all_to_all.bytes_held`; DeepEP's buffers are of that order."""
+        layer = self.layers[0]
+        chosen, weights = layer.gate.routing.top_k, layer.weights
+        return bytes_held(self.sharding.ranks, tokens, weights.hidden, chosen, weights.dtype, captured=captured)
+
+    def begin(self, header: Header) -> None:
+        """Before the steps of a plan: a layer's experts change places, if the header says so."""
+        if header.moved_layer >= 0:
+            self.move(header.moved_layer, header.moved_experts)
+        self._steps += steps_of(header)
+        self._reporting_step = steps_of(header) - 1 if header.report_loads else -1
+
+    def report(self, step: int, mates: Communicator) -> LoadsOnTheWay | None:
+        """After the passes of a step of the plan: if it is the last one of a plan that reports loads, those of this DP rank since
+        the last report. Its ranks, `mates`, do this together."""
+        if step != self._reporting_step:
+            return None
+        pairs = mates.all_gather("expert loads", self._loads[..., 1:].contiguous()).sum(0, dtype=torch.int32)
+        steps, self._steps = self._steps, 0
+        self._loads.zero_()
+        return LoadsOnTheWay(pairs.to("cpu", non_blocking=True), steps)
+
+    def _restore(self) -> None:
+        """Places as they were when the model was loaded; what has moved since is read again."""
+        initial = self.sharding.placement(self.experts)
+        want = self.sharding.here(initial)
+        moved = [layer for layer in self.layers if (layer.placement.slots != initial).any()]
+        if moved:
+            with self.open_checkpoint() as checkpoint:
+                for layer in moved:
+                    changed = np.flatnonzero(self.sharding.here(layer.placement.slots) != want).tolist()
+                    read = {slot: layer.read(checkpoint, int(want[slot])) for slot in changed}
+                    layer.weights = layer.weights.replaced(read)
+                    layer.placement.set(initial)
+        self.versions = [0] * len(self.layers)
 
     def _exchange_through(self, exchange: Exchange) -> None:
         self._exchange = exchange

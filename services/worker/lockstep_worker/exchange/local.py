@@ -44,8 +44,5 @@ class Local:
         index = handle.slots if handle.do_expand else handle.returns
         return lambda plus: gather_sum(rows, index, plus=plus)
 
-    def bytes_held(self, tokens: int, hidden: int, chosen: int, dtype: torch.dtype, *, captured: bool) -> int:
-        return 0
-
     def close(self) -> None:
         pass

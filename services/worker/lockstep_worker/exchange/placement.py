@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from lockstep_common.errors import ConfigError
+from lockstep_common.errors import ConfigError, InvalidRequest
 from lockstep_common.experts import initial_placement
 from lockstep_common.steps import U32
 
@@ -63,13 +63,17 @@ class Placement:
         self._counts = torch.empty(experts + 1, dtype=torch.int64, device=device)
         self.set(slots)
 
-    def set(self, slots: U32) -> None:
-        """From now on slot p holds expert slots[p]. ConfigError if an expert would have none."""
+    def check(self, slots: U32) -> None:
+        """InvalidRequest unless `set` takes them: as many slots as now, and one at least for each expert."""
         if len(slots) != len(self.slots) or slots.max(initial=0) >= self.experts:
-            raise ConfigError(f"{len(slots)} slots for {self.experts} experts do not replace {len(self.slots)}")
+            raise InvalidRequest(f"{len(slots)} slots for {self.experts} experts do not replace {len(self.slots)}")
+        if missing := sorted(set(range(self.experts)) - set(slots.tolist())):
+            raise InvalidRequest(f"experts {missing} would have no slot")
+
+    def set(self, slots: U32) -> None:
+        """From now on slot p holds expert slots[p]."""
+        self.check(slots)
         counts = np.bincount(slots, minlength=self.experts)
-        if not counts.all():
-            raise ConfigError(f"experts {np.flatnonzero(counts == 0).tolist()} have no slot")
         order = np.argsort(slots, kind="stable")
         table = np.full(self._table.shape, -1, np.int32)
         column = np.arange(len(slots)) - np.repeat(np.cumsum(counts) - counts, counts)

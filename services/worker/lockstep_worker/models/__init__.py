@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Final, Protocol
 
 import torch
 
 from lockstep_worker.collectives import Group
+from lockstep_worker.exchange.layer import ShardedLayers
+from lockstep_worker.exchange.placement import WHOLE, Sharding
 from lockstep_worker.inputs import StepInputs
 from lockstep_worker.kv import KvCache, KvSpec
 from lockstep_worker.models import deepseek, glm4_moe, llama, mixtral, qwen3_moe
 from lockstep_worker.quantisation import read_quantisation
-from lockstep_worker.weights import Checkpoint, ConfigFile, DummyCheckpoint, Progress, SafetensorsCheckpoint
+from lockstep_worker.weights import Checkpoint, ConfigFile, DummyCheckpoint, Loading, Progress, SafetensorsCheckpoint
 
 __all__ = ["ARCHITECTURES", "Model", "load_model"]
 
@@ -33,6 +36,7 @@ class Model(Protocol):
     captured_prefix: (
         int | None
     )  # all sequences of such a pass have at most so many positions before it; None: any number
+    experts: ShardedLayers | None  # the layers whose routed experts are shared out among workers
     config_hash: str  # equal on two workers exactly if config, dtype and the weights' headers are
 
     def join(self, group: Group) -> None:
@@ -57,7 +61,7 @@ class Model(Protocol):
         """[S, vocab_size] float32 of hidden states [S, d]."""
 
 
-Loader = Callable[[ConfigFile, Checkpoint, torch.dtype, torch.device, bool, Progress], Model]
+Loader = Callable[[ConfigFile, Checkpoint, Loading], Model]
 
 ARCHITECTURES: Final[dict[str, Loader]] = {
     "DeepseekV2ForCausalLM": deepseek.load,
@@ -81,12 +85,13 @@ def load_model(
     progress: Callable[[float, int], None] = lambda share, read: None,
     dummy_weights: bool = False,
     kv_dtype: torch.dtype | None = None,
+    sharding: Sharding = WHOLE,
 ) -> Model:
     """Loads a directory in Hugging Face's format; with `dummy_weights` of its config.json only, and random weights.
 
     `deterministic`: a row's bits depend neither on its batch, nor on chunking, nor on being computed again after a preemption.
     `Model.deterministic` says whether the family has that on the device.
-    `kv_dtype` of the KV cache; None: that of the weights.
+    `kv_dtype` of the KV cache; None: that of the weights. `sharding`: which of the routed experts are loaded.
     `progress` is called with the loaded share, 0 to 1, and the bytes of weights read so far. Raises ConfigError naming the file and the field at fault.
     """
     config = ConfigFile(path)
@@ -97,9 +102,13 @@ def load_model(
     if loader is None:
         raise config.error("architectures", f"names {names[0]!r}, which is not one of {', '.join(ARCHITECTURES)}")
     fp8 = read_quantisation(config) is not None
-    with DummyCheckpoint(device, fp8=fp8) if dummy_weights else SafetensorsCheckpoint(path, device) as checkpoint:
+
+    def open_checkpoint() -> AbstractContextManager[Checkpoint]:
+        return DummyCheckpoint(device, fp8=fp8) if dummy_weights else SafetensorsCheckpoint(path, device)
+
+    with open_checkpoint() as checkpoint:
         report: Progress = lambda share: progress(share, checkpoint.bytes_taken)  # noqa: E731
-        model = loader(config, checkpoint, dtype, device, deterministic, report)
+        model = loader(config, checkpoint, Loading(dtype, device, deterministic, open_checkpoint, report, sharding))
     if kv_dtype is not None:
         model.keep_kv_in(kv_dtype)
     return model

@@ -6,27 +6,37 @@ hidden += feed_forward(norm(hidden))                   FeedForward, the family's
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from lockstep_common.errors import ConfigError, Unsupported
 from lockstep_common.steps import Kind
 from lockstep_kernels import rope
-from lockstep_kernels.attention import PagedBatch, Prepared, attention, prepare
 from lockstep_kernels.fp8 import BLOCK, E4M3, Fp8Weight, dequantise
-from lockstep_kernels.linear import Packed, linear, pack, pack_fp8
+from lockstep_kernels.linear import Packed, linear, pack, pack_fp8, split
 from lockstep_kernels.rms_norm import Norm, rms_norm
 from lockstep_kernels.swiglu import GateUp, pack_gate_up, pack_gate_up_fp8, swiglu
-from lockstep_worker.collectives import Group
+from lockstep_worker.collectives import Alone, Communicator, Group
+from lockstep_worker.context import Division, Mirrored, Undivided, divide
+from lockstep_worker.exchange.layer import ShardedExperts, ShardedLayers
+from lockstep_worker.exchange.placement import spread_of
 from lockstep_worker.inputs import StepInputs, one_token_each
 from lockstep_worker.kv import KvCache, KvSpec
+from lockstep_worker.models.attention import (
+    AttentionPass,
+    AttentionWeights,
+    KvScale,
+    MirroredAttentionPass,
+    padded,
+)
 from lockstep_worker.models.layers import Rope, check_full_attention, config_hash, padded_rows, read_rope
 from lockstep_worker.quantisation import Scales, read_quantisation
-from lockstep_worker.weights import Checkpoint, ConfigFile, Progress
+from lockstep_worker.weights import Checkpoint, ConfigFile, Loading
 
 IGNORED = (".rotary_emb.inv_freq",)  # stored by old checkpoints, follows from the config
 
@@ -89,41 +99,27 @@ def read_decoder(
 
 
 @dataclass(frozen=True, slots=True)
-class KvScale:
-    """What a cache of 8 bits keeps of a layer is divided by: float32 for each head, of keys and of values."""
-
-    both: torch.Tensor  # [2, h]
-    each: tuple[torch.Tensor, torch.Tensor]  # its rows
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionWeights:
-    """qkv: query heads, then key heads, then value heads. `head_norm` has a gain [H + h, d] for each query and key head.
-
-    `kv_scale` counts if the cache is of 8 bits; None: 1.
-    """
-
-    norm: Norm
-    qkv: Packed
-    out: Packed
-    head_norm: Norm | None
-    kv_scale: KvScale | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Tokens:
     """What a feed-forward part may ask about the R rows of hidden states it is given."""
 
     kind: Kind
     live: torch.Tensor | None  # [R] bool: rows of living sequences, the others are routed to no expert; None: all
+    spread: torch.Tensor | None = None  # [R] int64 that chooses among an expert's replicas; None: there are none
+    capacity: int = 0  # the most rows that any rank brings to its experts, as all know; 0: nobody knows
 
-    def of(self, kept: torch.Tensor) -> Tokens:
-        """Of the rows `kept` only."""
-        return self if self.live is None else Tokens(self.kind, self.live[kept])
+    def of(self, kept: torch.Tensor, mine: torch.Tensor | None = None, capacity: int | None = None) -> Tokens:
+        """Of the rows `kept` only, of which those that are not `mine` (bool; None: all are) are not alive here."""
+        live, spread = (None if x is None else x[kept] for x in (self.live, self.spread))
+        if mine is not None:
+            live = mine if live is None else live & mine
+        return replace(self, live=live, spread=spread, capacity=self.capacity if capacity is None else capacity)
 
 
 class FeedForward(Protocol):
-    """The second half of a layer: norm, feed-forward part, residual."""
+    """The second half of a layer: norm, feed-forward part, residual. `routed`: tokens go to experts."""
+
+    @property
+    def routed(self) -> bool: ...
 
     def __call__(self, hidden: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         """[R, d] of hidden [R, d], which may be overwritten."""
@@ -137,6 +133,7 @@ class GatedMlp:
     norm: Norm
     gate_up: GateUp
     down: Packed
+    routed: ClassVar[bool] = False
 
     def __call__(self, hidden: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         return linear(swiglu(hidden, self.gate_up, norm=self.norm), self.down, plus=hidden)
@@ -148,6 +145,9 @@ class AttentionHalf(Protocol):
     @property
     def qkv(self) -> Packed:
         """The product that hidden states meet first; all linears of a model take operands of the same dtypes."""
+
+    def shared(self, ranks: int) -> AttentionHalf:
+        """The same weights for so many ranks that share sequences."""
 
 
 class Pass(Protocol):
@@ -175,18 +175,24 @@ class WeightSource:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        dtype: torch.dtype,
-        device: torch.device,
+        how: Loading,
         eps: float,
-        deterministic: bool,
         scales: Scales | None,
     ) -> None:
         self.checkpoint = checkpoint
-        self.deterministic = deterministic
-        self.dtype = dtype
-        self.device = device
+        self.deterministic = how.deterministic
+        self.dtype = how.dtype
+        self.device = how.device
+        self.sharding = how.sharding
+        self.sharded: list[ShardedExperts] = []  # layers whose experts are shared out among workers, as they are loaded
         self._eps = eps
         self._scales = scales
+
+    def over(self, checkpoint: Checkpoint) -> WeightSource:
+        """The same of another checkpoint."""
+        other = copy.copy(self)
+        other.checkpoint = checkpoint
+        return other
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """In the model's dtype unless another is asked for."""
@@ -198,6 +204,16 @@ class WeightSource:
         """As products take it: of 8 bits if it is stored so."""
         quantised = self.checkpoint.quantised(name)
         return self._fp8(name, rows, columns) if quantised else self.tensor(name, rows, columns)
+
+    def part(self, name: str, *shape: int, part: int) -> torch.Tensor:
+        """What stands under `part` in the first dimension of a tensor, in the model's dtype."""
+        return self.checkpoint.take_part(name, shape, self.dtype, part)[0].to(self.device)
+
+    def leave(self, name: str) -> None:
+        """Another worker takes this tensor, and its scales if it is of 8 bits."""
+        self.checkpoint.leave(name)
+        if self._scales is not None and self.checkpoint.quantised(name):
+            self.checkpoint.leave(f"{name.removesuffix('weight')}{self._scales.value}")
 
     def norm(self, name: str, size: int) -> Norm:
         """`name`.weight and the model's eps."""
@@ -282,83 +298,6 @@ class WeightSource:
         return _joined([self.tensor(f"{name}.bias", size) for name, size in zip(names, sizes, strict=True)])
 
 
-class AttentionPass:
-    """What all layers of one pass share: angles, slots, tables. `rows` is the number of rows the pass is computed with."""
-
-    def __init__(
-        self,
-        c: DecoderConfig,
-        tables: rope.Tables,
-        inputs: StepInputs,
-        rows: int,
-        kv: KvCache,
-        dtype: torch.dtype,
-        deterministic: bool,
-    ) -> None:
-        self._scale = c.head_dim**-0.5
-        self._heads, self._head_dim = c.heads, c.head_dim
-        self._tokens = inputs.token_ids.shape[0]
-        positions = padded(inputs.positions, rows)
-        self._rope = rope.prepare(
-            tables, positions, inputs.slots[0], kv_heads=c.kv_heads, block_size=kv.block_size, dtype=dtype
-        )
-        decode = inputs.kind is Kind.DECODE and len(inputs.seq_lens) == self._tokens  # not tokens that are replayed
-        captured = inputs.kind is Kind.PREFILL and not inputs.query_lens
-        batch = PagedBatch(
-            inputs.query_lens,
-            inputs.host_seq_lens,
-            inputs.block_tables[0],
-            kv.block_size,
-            lens=inputs.seq_lens if decode or captured else None,
-            max_seq_len=inputs.max_seq_len,
-            query_starts=inputs.query_starts if captured else None,
-            tokens=self._tokens if captured else 0,
-        )
-        self._prepared: Prepared = prepare(
-            batch,
-            heads=c.heads,
-            kv_heads=c.kv_heads,
-            head_dim=c.head_dim,
-            dtype=kv.layer(0, 0).dtype,
-            device=positions.device,
-            deterministic=deterministic,
-            new_kv=not captured,
-        )
-        self._takes_new_kv = not captured
-        self._mixed: torch.Tensor | None = None  # attention has its own on CUDA, unless rows are padded
-        if rows != self._tokens or not positions.is_cuda:
-            self._mixed = torch.empty(rows, c.heads * c.head_dim, dtype=dtype, device=positions.device)
-            self._mixed[self._tokens :] = 0
-
-    def attend(
-        self, weights: AttentionWeights, hidden: torch.Tensor, cache: torch.Tensor, kept: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """The attention half of a layer: hidden [R, d], which may be overwritten, plus what attention adds to it.
-
-        With `kept`, only of those rows; the keys and values of all are stored.
-        """
-        qkv = linear(hidden, weights.qkv, norm=weights.norm).view(hidden.shape[0], -1, self._head_dim)
-        both, each = None, None
-        if cache.dtype == E4M3 and (kept_as := weights.kv_scale) is not None:
-            both, each = kept_as.both, kept_as.each
-        rope.rotate_and_store_(qkv, cache, self._rope, weights.head_norm, kv_scale=both)
-        kv_heads = cache.shape[2]
-        q, k, v = torch.tensor_split(qkv[: self._tokens], (self._heads, self._heads + kv_heads), 1)
-        new_kv = (k, v) if self._takes_new_kv else None
-        mixed = attention(
-            q,
-            cache,
-            self._prepared,
-            scale=self._scale,
-            out=self._mixed,
-            new_kv=new_kv,
-            kv_scale=each,
-        )
-        if kept is None:
-            return linear(mixed, weights.out, plus=hidden)
-        return linear(mixed[kept], weights.out, plus=hidden[kept])
-
-
 class Decoder:
     """See `lockstep_worker.models.Model`."""
 
@@ -372,6 +311,7 @@ class Decoder:
         head: Packed,
         deterministic: bool,
         routed_experts: bool,
+        experts: ShardedLayers | None = None,
     ) -> None:
         self.name = config.architecture
         self.vocab_size = config.vocab_size
@@ -383,7 +323,10 @@ class Decoder:
         self._layers = layers
         self._final_norm = final_norm
         self._head = head
-        self.deterministic = deterministic
+        self.experts = experts
+        self.deterministic = self._alone_deterministic = deterministic
+        self._cp: Communicator = Alone()
+        self._head_part = head  # the rows that this rank computes
         qkv = layers[0].attention.qkv
         self._forms = {
             Kind.PREFILL: qkv.for_prompts,
@@ -398,8 +341,18 @@ class Decoder:
         self._tables = rope.tables(cos, sin, qkv.dtype, embedding.device)
 
     def join(self, group: Group) -> None:
-        if group.place.cp > 1:
-            raise Unsupported(f"{self.name}: context parallelism")
+        cp = group.cp
+        if cp.size > 1 and self._kv_dtype == E4M3:
+            raise Unsupported(f"a KV cache of {self._kv_dtype} that {cp.size} ranks share: give --kv-cache-dtype auto")
+        if self.experts is not None:
+            self.experts.join(group)
+        self._cp = cp
+        self.deterministic = self._alone_deterministic and cp.size == 1  # parts are added by rank and by chunk
+        self._layers = tuple(replace(layer, attention=layer.attention.shared(cp.size)) for layer in self._layers)
+        self._head_part = self._head
+        if cp.size > 1:
+            sizes = [max(0, min(self._part, self.vocab_size - rank * self._part)) for rank in range(cp.size)]
+            self._head_part = split(self._head, sizes)[cp.rank]
 
     def kv_specs(self) -> tuple[KvSpec, ...]:
         c = self._config
@@ -410,39 +363,76 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, kv: KvCache) -> torch.Tensor:
-        count, wanted = inputs.token_ids.shape[0], inputs.logits_index.shape[0]
         form = self._forms[inputs.kind]
-        if count == 0:
-            return self._embedding.new_empty(0, self._config.hidden, dtype=form.dtype)
-        if inputs.kind is Kind.DECODE and self._embedding.is_cuda:
-            inputs = one_token_each(inputs)  # tokens that are replayed, by the kernels that generated them
-        rows = padded_rows(count, form.layout, self.deterministic)
-        hidden = torch.nn.functional.embedding(padded(inputs.token_ids, rows), self._embedding).to(form.dtype)
-        step = self._pass(inputs, rows, kv, form.dtype)
-        tokens = Tokens(inputs.kind, self._live(inputs, rows))
+        if len(inputs.token_ids) == 0:
+            return self._accompany(inputs, form.dtype)
+        division = self._divide(inputs, kv)
+        rows = padded_rows(len(division.token_ids), form.layout, self.deterministic)
+        hidden = torch.nn.functional.embedding(padded(division.token_ids, rows), self._embedding).to(form.dtype)
+        step = self._pass(division, rows, kv, form.dtype)
+        tokens = self._tokens(inputs, division, rows)
         *earlier, last = self._layers
         for i, layer in enumerate(earlier):
-            hidden = layer.feed_forward(step.attend(layer.attention, hidden, kv.layer(0, i)), tokens)
-        kept = None  # of the last layer, as nothing after it reads the other tokens
-        if inputs.kind is not Kind.DECODE or wanted != count:
-            kept = inputs.logits_index.repeat(2) if wanted == 1 and rows > 1 else inputs.logits_index
-            tokens = tokens.of(kept)
-        hidden = step.attend(last.attention, hidden, kv.layer(0, len(earlier)), kept)
-        hidden = last.feed_forward(hidden, tokens)
-        return rms_norm(hidden[:wanted], *self._final_norm)
+            hidden = step.attend(layer.attention, hidden, kv.layer(0, i))
+            hidden = division.feed_forward(layer.feed_forward, hidden, tokens)
+        kept = division.kept(rows)  # of the last layer, as nothing after it reads the other tokens
+        if kept is not None:
+            tokens = tokens.of(kept.index, kept.mine)
+        hidden = step.attend(last.attention, hidden, kv.layer(0, len(earlier)), None if kept is None else kept.index)
+        hidden = division.feed_forward(last.feed_forward, hidden, tokens)
+        return rms_norm(division.wanted(hidden), *self._final_norm)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return linear(hidden.to(self._head.dtype), self._head, wide=True)
+        logits = linear(hidden.to(self._head.dtype), self._head_part, wide=True)
+        if self._cp.size == 1:
+            return logits
+        if len(hidden) == 0:
+            return logits.new_empty(0, self.vocab_size)
+        part = torch.nn.functional.pad(logits, (0, self._part - logits.shape[1]))
+        return self._cp.all_gather("logits", part).transpose(0, 1).flatten(1)[:, : self.vocab_size].contiguous()
 
-    def _pass(self, inputs: StepInputs, rows: int, kv: KvCache, dtype: torch.dtype) -> Pass:
-        return AttentionPass(self._config, self._tables, inputs, rows, kv, dtype, self.deterministic)
+    @property
+    def _part(self) -> int:
+        """Of the vocabulary, for each rank that shares the head; the last one may have less."""
+        return -(-self.vocab_size // self._cp.size)
 
-    def _live(self, inputs: StepInputs, rows: int) -> torch.Tensor | None:
-        count = inputs.token_ids.shape[0]
-        if not self.routed_experts or (inputs.live is None and rows == count):
+    def _divide(self, inputs: StepInputs, kv: KvCache) -> Division:
+        if self._cp.size > 1:
+            return divide(self._cp, inputs, kv)
+        if inputs.kind is Kind.DECODE and self._embedding.is_cuda:
+            inputs = one_token_each(inputs)  # tokens that are replayed, by the kernels that generated them
+        return Undivided(inputs, routed_once=self.experts is not None)
+
+    def _pass(self, division: Division, rows: int, kv: KvCache, dtype: torch.dtype) -> Pass:
+        if isinstance(division, Mirrored):
+            return MirroredAttentionPass(self._config, self._tables, division, rows, kv, dtype, self.deterministic)
+        return AttentionPass(self._config, self._tables, division, rows, kv, dtype, self.deterministic)
+
+    def _accompany(self, inputs: StepInputs, dtype: torch.dtype) -> torch.Tensor:
+        """A pass without a token: what the other ranks need of this one's experts. Returns no hidden state."""
+        hidden = self._embedding.new_empty(0, self._config.hidden, dtype=dtype)
+        if self.experts is not None:
+            self.experts.accompany(hidden, Tokens(inputs.kind, None, None, self._most(inputs)))
+        return hidden
+
+    def _tokens(self, inputs: StepInputs, division: Division, rows: int) -> Tokens:
+        spread = None
+        if self.experts is not None and self.experts.replicated:
+            spread = padded(spread_of(division.positions, division.token_ids), rows)
+        return Tokens(inputs.kind, self._live(division, rows), spread, self._most(inputs))
+
+    def _most(self, inputs: StepInputs) -> int:
+        """Rows that any rank brings to its experts at most, if that is known."""
+        if self.experts is None or not inputs.expert_rows:
+            return 0
+        return padded_rows(inputs.expert_rows, self._forms[inputs.kind].layout, self.deterministic)
+
+    def _live(self, division: Division, rows: int) -> torch.Tensor | None:
+        count = len(division.token_ids)
+        if not self.routed_experts or (division.live is None and rows == count):
             return None
-        live = inputs.live if inputs.live is not None else torch.ones_like(inputs.positions, dtype=torch.bool)
+        live = division.live if division.live is not None else torch.ones_like(division.positions, dtype=torch.bool)
         return padded(live, rows)
 
 
@@ -450,10 +440,7 @@ def load_decoder(
     c: DecoderConfig,
     config: ConfigFile,
     checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    device: torch.device,
-    deterministic: bool,
-    progress: Progress,
+    how: Loading,
     feed_forward: Callable[[WeightSource, int, str], FeedForward],
     *,
     attention: Callable[[WeightSource, str], AttentionHalf] | None = None,
@@ -468,30 +455,27 @@ def load_decoder(
     `feed_forward(weights, i, prefix)` loads the second half of layer i, whose tensors' names begin with `prefix`, its norm
     included. `ignored`: endings of names that are no fault if nothing takes them.
     """
-    weights = WeightSource(checkpoint, dtype, device, c.eps, deterministic, read_quantisation(config))
+    weights = WeightSource(checkpoint, how, c.eps, read_quantisation(config))
     steps = c.layers + 2
     embedding = weights.tensor("model.embed_tokens.weight", c.vocab_size, c.hidden)
-    progress(1 / steps)
+    how.progress(1 / steps)
     layers = []
     for i in range(c.layers):
         prefix = f"model.layers.{i}."
         half = weights.attention(c, prefix) if attention is None else attention(weights, prefix)
         layers.append(Layer(half, feed_forward(weights, i, prefix)))
-        progress((i + 2) / steps)
+        how.progress((i + 2) / steps)
     final_norm = weights.norm("model.norm", c.hidden)
     head = embedding if c.tied else weights.tensor("lm_head.weight", c.vocab_size, c.hidden)
     checkpoint.check_all_taken(IGNORED + ignored + (("lm_head.weight",) if c.tied else ()))
-    digest = config_hash(config, checkpoint, dtype)
-    packed = pack(head, prompts=False, deterministic=deterministic)
-    model = make(c, digest, embedding, tuple(layers), final_norm, packed, deterministic, routed_experts)
-    progress(1.0)
+    digest, experts = config_hash(config, checkpoint, how.dtype), None
+    if weights.sharded:
+        experts = ShardedLayers(weights.sharded, how.sharding, how.reopen)
+        digest += f", {how.sharding.agreed}"
+    packed = pack(head, prompts=False, deterministic=how.deterministic)
+    model = make(c, digest, embedding, tuple(layers), final_norm, packed, how.deterministic, routed_experts, experts)
+    how.progress(1.0)
     return model
-
-
-def padded(values: torch.Tensor, rows: int) -> torch.Tensor:
-    """[T], followed by zeros up to [rows]."""
-    count = values.shape[0]
-    return values if count == rows else torch.nn.functional.pad(values, (0, rows - count))
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

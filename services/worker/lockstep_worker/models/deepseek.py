@@ -6,7 +6,7 @@ expanded keys and values and decode steps with absorbed ones: the same sums in a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal
 
 import torch
@@ -14,11 +14,12 @@ import torch
 from lockstep_common.errors import ConfigError
 from lockstep_common.steps import Kind
 from lockstep_kernels import mla
-from lockstep_kernels.linear import Packed, linear, pack
+from lockstep_kernels.linear import Packed, linear, pack, split
 from lockstep_kernels.rms_norm import Norm, rms_norm
+from lockstep_worker.context import Division, Mirrored, MirroredAttention, Pages, Replicated, Undivided
 from lockstep_worker.experts import Routing, load_expert_mlp, read_routing
-from lockstep_worker.inputs import StepInputs
 from lockstep_worker.kv import KvCache, KvSpec
+from lockstep_worker.models.attention import Apart, project
 from lockstep_worker.models.decoder import (
     Decoder,
     DecoderConfig,
@@ -28,7 +29,7 @@ from lockstep_worker.models.decoder import (
     read_decoder,
 )
 from lockstep_worker.models.layers import Rope, further_layers, yarn_mscale
-from lockstep_worker.weights import Checkpoint, ConfigFile, Progress
+from lockstep_worker.weights import Checkpoint, ConfigFile, Loading
 
 LATENT_EPS: Final = 1e-6  # of the norms within attention, whatever rms_norm_eps is
 CAPTURED_PREFIX_BYTES: Final = 1 << 26  # of the keys and values that a captured pass expands of earlier positions
@@ -115,7 +116,7 @@ def _read_routing(config: ConfigFile, third: bool) -> Routing:
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
     """The attention half of a layer. `qkv` gives the query heads, or the compressed query that `q_norm` and `q` turn into
-    them; then the latent and its rotated key."""
+    them; then the latent and its rotated key. `apart` is there if ranks compute prompts together."""
 
     norm: Norm
     qkv: Packed
@@ -124,17 +125,35 @@ class LatentAttention:
     latent_norm: Norm
     expansion: mla.Expansion
     out: Packed
+    width: int  # of a latent, with its rotated key
+    apart: Apart | None = None
+
+    def shared(self, ranks: int) -> LatentAttention:
+        """For so many ranks that share sequences."""
+        if ranks == 1:
+            return replace(self, apart=None)
+        sizes = [self.qkv.out_features - self.width, self.width]
+        return replace(self, apart=Apart(*split(self.qkv.for_prompts, sizes)))
+
+    def queries(self, projected: torch.Tensor) -> torch.Tensor:
+        """Query heads [R, H * (nope + rope)], not rotated yet, of the first part of `qkv`'s product."""
+        if self.q is None or self.q_norm is None:
+            return projected
+        return linear(rms_norm(projected, *self.q_norm), self.q)
 
 
 class LatentPass:
     """What all layers of one pass share: angles, slots, tables. `rows` is the number of rows the pass is computed with, `room`
-    how many earlier positions a captured pass of prompts may have."""
+    how many earlier positions a captured pass of prompts may have.
+
+    Of a `Replicated` pass attention sees what is kept here, and the other ranks' parts are merged with it.
+    """
 
     def __init__(
         self,
         c: DeepseekConfig,
         tables: tuple[torch.Tensor, torch.Tensor],
-        inputs: StepInputs,
+        division: Undivided,
         rows: int,
         kv: KvCache,
         dtype: torch.dtype,
@@ -142,6 +161,8 @@ class LatentPass:
         room: int,
     ) -> None:
         self._c = c
+        self._together = division if isinstance(division, Replicated) else None
+        inputs = division.inputs
         self._tokens = inputs.token_ids.shape[0]
         cos, sin = (table[inputs.positions] for table in tables)
         captured = inputs.kind is Kind.PREFILL and not inputs.query_lens
@@ -176,15 +197,86 @@ class LatentPass:
         c = self._c
         projected = linear(hidden, weights.qkv, norm=weights.norm)
         first, latents = projected[:, : -c.rank - c.head_dim], projected[: self._tokens, -c.rank - c.head_dim :]
-        if weights.q is not None and weights.q_norm is not None:
-            first = linear(rms_norm(first, *weights.q_norm), weights.q)
-        q = first[: self._tokens].view(-1, c.heads, c.nope + c.head_dim)
-        mla.attention(
-            q, latents, weights.latent_norm, cache, self._prepared, weights.expansion, scale=c.scale, out=self._mixed
+        q = weights.queries(first)[: self._tokens].view(-1, c.heads, c.nope + c.head_dim)
+
+        def attend(out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
+            prepared, expansion = self._prepared, weights.expansion
+            mla.attention(q, latents, weights.latent_norm, cache, prepared, expansion, scale=c.scale, out=out, lse=lse)
+
+        if self._together is None:
+            attend(self._mixed)
+        else:
+            self._together.attend(c.heads, c.value, self._mixed, attend)
+        return project(self._mixed, weights.out, hidden, kept)
+
+
+class MirroredLatentPass:
+    """The same of a prompt pass that ranks compute together, each its chunks (see `lockstep_worker.context`)."""
+
+    def __init__(
+        self,
+        c: DeepseekConfig,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        division: Mirrored,
+        rows: int,
+        kv: KvCache,
+        dtype: torch.dtype,
+        expansion: mla.Expansion,
+    ) -> None:
+        self._c = c
+        self._tokens = division.rows
+        self._cos, self._sin = (table[division.positions] for table in tables)
+        self._pages = LatentPages(c, kv.block_size, dtype, expansion)
+        self._attention = MirroredAttention(division, self._pages, kv.layer(0, 0), c.heads, c.value)
+        self._mixed = torch.empty(rows, c.heads * c.value, dtype=dtype, device=self._cos.device)
+        self._mixed[self._tokens :] = 0
+
+    def attend(
+        self, weights: LatentAttention, hidden: torch.Tensor, cache: torch.Tensor, kept: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `LatentPass.attend`."""
+        c, apart, tokens = self._c, weights.apart, self._tokens
+        assert apart is not None
+        angles, interleaved = (self._cos, self._sin), c.interleaved
+        x = rms_norm(hidden, *weights.norm)
+        latents = linear(x, apart.cached)[:tokens]
+        mla.finish_latents_(latents, weights.latent_norm, *angles, interleaved=interleaved)
+
+        def queries() -> torch.Tensor:
+            q = weights.queries(linear(x, apart.queries))[:tokens].view(-1, c.heads, c.nope + c.head_dim)
+            return mla.rotate_queries_(q, *angles, interleaved=interleaved)
+
+        self._pages.expansion = weights.expansion
+        self._attention(latents, queries, cache, self._mixed)
+        return project(self._mixed, weights.out, hidden, kept)
+
+
+class LatentPages:
+    """Attention to latents in blocks; see `lockstep_worker.context.PagedAttention`."""
+
+    def __init__(self, c: DeepseekConfig, block_size: int, dtype: torch.dtype, expansion: mla.Expansion) -> None:
+        self._c = c
+        self._block_size = block_size
+        self._dtype = dtype
+        self.expansion = expansion  # of the layer that attends
+
+    def where(self, slots: torch.Tensor) -> torch.Tensor:
+        return slots
+
+    def store(self, new: torch.Tensor, cache: torch.Tensor, where: torch.Tensor) -> None:
+        mla.store(new, cache, where)
+
+    def plan(self, pages: Pages) -> Any:
+        lens = torch.tensor(pages.seq_lens, device=pages.table.device)
+        batch = mla.LatentBatch(
+            False, pages.query_lens, pages.seq_lens, lens, pages.table, self._block_size, causal=pages.causal
         )
-        if kept is None:
-            return linear(self._mixed, weights.out, plus=hidden)
-        return linear(self._mixed[kept], weights.out, plus=hidden[kept])
+        return mla.plan(batch, self.expansion, rope=self._c.head_dim, dtype=self._dtype)
+
+    def attend(
+        self, q: torch.Tensor, cache: torch.Tensor, plan: Any, out: torch.Tensor, lse: torch.Tensor | None
+    ) -> None:
+        mla.attend(q, cache, plan, self.expansion, scale=self._c.scale, out=out, lse=lse)
 
 
 class Deepseek(Decoder):
@@ -201,7 +293,7 @@ class Deepseek(Decoder):
         self._expansion = half.expansion
         del self._tables  # of another form than latent attention takes
         self._angles = latent_tables(config.rope, config.max_positions, config.head_dim, device)
-        self.deterministic = self.deterministic and device.type == "cpu"
+        self.deterministic = self._alone_deterministic = self.deterministic and device.type == "cpu"
         self.generated_reusable = self.generated_reusable and device.type == "cpu"
         row = config.heads * (config.nope + config.value) + config.head_dim
         self.captured_prefix = CAPTURED_PREFIX_BYTES // (row * self._embedding.dtype.itemsize)
@@ -213,8 +305,11 @@ class Deepseek(Decoder):
     def keep_kv_in(self, dtype: torch.dtype) -> None:
         raise ConfigError(f"{self.name}: latents cannot be kept as {dtype}: give --kv-cache-dtype auto")
 
-    def _pass(self, inputs: StepInputs, rows: int, kv: KvCache, dtype: torch.dtype) -> LatentPass:
-        return LatentPass(self._config, self._angles, inputs, rows, kv, dtype, self._expansion, self.captured_prefix)
+    def _pass(self, division: Division, rows: int, kv: KvCache, dtype: torch.dtype) -> LatentPass | MirroredLatentPass:
+        c, angles, expansion = self._config, self._angles, self._expansion
+        if isinstance(division, Mirrored):
+            return MirroredLatentPass(c, angles, division, rows, kv, dtype, expansion)
+        return LatentPass(c, angles, division, rows, kv, dtype, expansion, self.captured_prefix)
 
 
 def latent_tables(rope: Rope, positions: int, head_dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -223,17 +318,10 @@ def latent_tables(rope: Rope, positions: int, head_dim: int, device: torch.devic
     return cos.to(device, torch.float32), sin.to(device, torch.float32)
 
 
-def load(
-    config: ConfigFile,
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    device: torch.device,
-    deterministic: bool,
-    progress: Progress,
-) -> Decoder:
+def load(config: ConfigFile, checkpoint: Checkpoint, how: Loading) -> Decoder:
     """See `lockstep_worker.models.load_model`."""
     c = read_config(config)
-    if device.type == "cuda":
+    if how.device.type == "cuda":
         check_widths(config, c)
 
     def feed_forward(weights: WeightSource, i: int, prefix: str) -> FeedForward:
@@ -258,10 +346,7 @@ def load(
         c,
         config,
         checkpoint,
-        dtype,
-        device,
-        deterministic,
-        progress,
+        how,
         feed_forward,
         attention=attention,
         make=Deepseek,
@@ -294,4 +379,5 @@ def _load_attention(c: DeepseekConfig, weights: WeightSource, prefix: str) -> La
         weights.norm(f"{attention}kv_a_layernorm", c.rank)._replace(eps=LATENT_EPS),
         mla.pack(expansion, c.heads, c.nope),
         weights.linear([f"{attention}o_proj"], [c.hidden], c.heads * c.value, bias=c.out_bias),
+        latent_size,
     )

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-
 from lockstep_worker.experts import load_expert_mlp, read_routing
 from lockstep_worker.models.decoder import Decoder, FeedForward, WeightSource, load_decoder, read_decoder
 from lockstep_worker.models.layers import further_layers
-from lockstep_worker.weights import Checkpoint, ConfigFile, Progress
+from lockstep_worker.weights import Checkpoint, ConfigFile, Loading
 
 
-def load(
-    config: ConfigFile,
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    device: torch.device,
-    deterministic: bool,
-    progress: Progress,
-) -> Decoder:
+def load(config: ConfigFile, checkpoint: Checkpoint, how: Loading) -> Decoder:
     """See `lockstep_worker.models.load_model`."""
     c = read_decoder(
         config,
@@ -48,10 +39,7 @@ def load(
         c,
         config,
         checkpoint,
-        dtype,
-        device,
-        deterministic,
-        progress,
+        how,
         feed_forward,
         routed_experts=dense_layers < c.layers,
         ignored=further_layers(config, checkpoint, c.layers),

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-
 from lockstep_worker.models.decoder import Decoder, GatedMlp, WeightSource, load_decoder, read_decoder
-from lockstep_worker.weights import Checkpoint, ConfigFile, Progress
+from lockstep_worker.weights import Checkpoint, ConfigFile, Loading
 
 
-def load(
-    config: ConfigFile,
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    device: torch.device,
-    deterministic: bool,
-    progress: Progress,
-) -> Decoder:
+def load(config: ConfigFile, checkpoint: Checkpoint, how: Loading) -> Decoder:
     """See `lockstep_worker.models.load_model`."""
     architecture = config.get("architectures")[0]
     biased = config.flag("attention_bias", False)
@@ -32,4 +23,4 @@ def load(
         norm = f"{prefix}post_attention_layernorm"
         return weights.mlp(norm, f"{prefix}mlp.", c.hidden, intermediate, bias=mlp_bias)
 
-    return load_decoder(c, config, checkpoint, dtype, device, deterministic, progress, feed_forward)
+    return load_decoder(c, config, checkpoint, how, feed_forward)

@@ -54,6 +54,7 @@ class Service:
     flags: Flags
     port: int
     process: Process | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def address(self) -> str:
@@ -66,7 +67,7 @@ class Service:
 
     def start(self) -> None:
         words = ["-m", self.module, "--port", str(self.port), *flag_words(self.flags)]
-        self.process = self.fleet.python(self.name, *words, env={"PYTHONPATH": str(ROOT)})
+        self.process = self.fleet.python(self.name, *words, env={"PYTHONPATH": str(ROOT), **self.env})
 
 
 @dataclass
@@ -286,6 +287,7 @@ async def stack(
     cp: int = 1,
     groups: int = 1,
     shards: int = 1,
+    gpus: int = 0,
     worker: Flags | None = None,
     scheduler: Flags | None = None,
     router: Flags | None = None,
@@ -293,7 +295,7 @@ async def stack(
     log_dir: Path | None = None,
 ) -> AsyncIterator[Stack]:
     """`groups` groups of `coupled` DP ranks of `cp` workers each, driven by `shards` schedulers, behind one router; waits until
-    it is ready, stops it afterwards."""
+    it is ready, stops it afterwards. With `gpus`, worker i gets GPU i modulo so many."""
     name, size = model.name, coupled * cp
     with Fleet(log_dir) as fleet:
         flags = _worker_flags(worker_module, model, worker)
@@ -303,7 +305,9 @@ async def stack(
             _service(fleet, f"worker{i}", worker_module, flags | ({"rank": i % size} if "cp" in flags else {}))
             for i in range(groups * size)
         ]
-        for service in workers:
+        for i, service in enumerate(workers):
+            if gpus:
+                service.env = {"CUDA_VISIBLE_DEVICES": str(i % gpus)}
             service.start()
         await asyncio.gather(*(wait_serving(w.address, timeout=START_S, check=w.running.check) for w in workers))
         schedulers = []

@@ -35,11 +35,17 @@ class Sizes:
     max_rows: int
     max_model_len: int
     max_batched_tokens: int
+    cp: int = 1  # workers that keep a sequence together
+
+    @property
+    def block_tokens(self) -> int:
+        """Of a sequence that go with a block: each worker keeps its part."""
+        return self.block_size * self.cp
 
     @property
     def least_blocks(self) -> int:
         """Of one sequence, with the null block."""
-        return 1 + -(-self.max_model_len // self.block_size)
+        return 1 + -(-self.max_model_len // self.block_tokens)
 
 
 def kv_blocks_on_cpu(specs: Sequence[KvSpec], sizes: Sizes, memory_gb: float) -> int:
@@ -50,7 +56,7 @@ def kv_blocks_on_cpu(specs: Sequence[KvSpec], sizes: Sizes, memory_gb: float) ->
     if memory_gb:
         blocks, why = int(memory_gb * GIB) // per_block, f"{memory_gb:g} GiB as set"
     else:
-        wanted = max(sizes.least_blocks, 1 + sizes.max_rows * -(-tokens // sizes.block_size))
+        wanted = max(sizes.least_blocks, 1 + sizes.max_rows * -(-tokens // sizes.block_tokens))
         blocks = min(wanted, total // 4 // per_block)
         why = f"{sizes.max_rows} rows of {tokens} tokens, at most a quarter of the memory"
     log.info("memory: %.2f of %.2f GiB free with the weights loaded", free / GIB, total / GIB)
@@ -126,14 +132,14 @@ def _exchange_bytes(model: Model, sizes: Sizes, *, captured: bool) -> int:
 def _checked(blocks: int, per_block: int, sizes: Sizes, why: str, knobs: str) -> int:
     if blocks < sizes.least_blocks:
         raise ConfigError(
-            f"the KV cache has room for {max(0, blocks - 1) * sizes.block_size} tokens ({why}), less than max_model_len "
+            f"the KV cache has room for {max(0, blocks - 1) * sizes.block_tokens} tokens ({why}), less than max_model_len "
             f"{sizes.max_model_len}: {knobs}; one sequence takes {sizes.least_blocks * per_block / GIB:.2f} GiB"
         )
     log.info(
         "KV cache: %.2f GiB = %d blocks of %d tokens (%s)",
         blocks * per_block / GIB,
         blocks,
-        sizes.block_size,
+        sizes.block_tokens,
         why,
     )
     return blocks

@@ -10,13 +10,14 @@ import pytest
 SERVICE = "host port metrics_port log_level tls_cert tls_key tls_ca internal_token"
 FLAGS = {
     ("lockstep_cli.config", "UpConfig"): """
-        model served_model_name dp lockstep tensor_parallel_size dtype kv_cache_dtype device max_model_len max_num_seqs
+        model served_model_name dp cp shards lockstep tensor_parallel_size dtype kv_cache_dtype device max_model_len max_num_seqs
         max_num_batched_tokens block_size kv_cache_memory_gb threads vote_interval_ms seed redis_url host port grpc_port
-        api_key log_dir log_level start_timeout_s""",
+        api_key log_dir log_level start_timeout_s enable_eplb eplb_window eplb_interval_s eplb_threshold""",
     ("lockstep_scheduler.config", "SchedulerConfig"): f"""{SERVICE}
-        advertise workers shard_id lockstep max_num_seqs max_model_len max_num_batched_tokens max_waiting vote_interval_ms
+        advertise workers shards shard vote_timeout shard_id lockstep max_num_seqs max_model_len max_num_batched_tokens max_waiting vote_interval_ms
         prefill_attempt_interval prefill_any_attempt_interval max_window max_prefill_tokens_per_point watermark
-        enable_prefix_caching worker_timeout load_timeout session_grace redis_url ledger_ttl model""",
+        enable_prefix_caching worker_timeout load_timeout session_grace redis_url ledger_ttl model
+        enable_eplb eplb_window eplb_interval_s eplb_threshold eplb_prefill_weight eplb_nodes expert_load_interval_s""",
     ("lockstep_worker.config", "WorkerConfig"): f"""{SERVICE}
         model served_model_name dtype kv_cache_dtype load_format device max_num_seqs max_model_len max_num_batched_tokens
         block_size kv_cache_memory_gb gpu_memory_utilization enforce_eager logprobs_mode deterministic threads seed

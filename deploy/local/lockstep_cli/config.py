@@ -36,6 +36,11 @@ class UpConfig:
         "auto: ranks step together if the model has routed experts; always: even if not",
         choices=("auto", "always"),
     )
+    shards: int = setting(
+        1,
+        "schedulers that drive one group together, each a part of its DP ranks; the first counts the votes",
+        metavar="N",
+    )
     tensor_parallel_size: int = setting(1, "1; attention is data parallel here, see --dp", metavar="N")
     dtype: str = setting("auto", "of weights and activations", choices=("auto", "float32", "bfloat16", "float16"))
     kv_cache_dtype: str = setting(
@@ -76,7 +81,7 @@ class UpConfig:
                 f"Use --dp {max(self.tensor_parallel_size, 2)}: attention is data parallel, and the experts of a mixture of "
                 "experts are sharded over all workers. A dense model runs on one GPU per replica: --dp N makes N replicas."
             )
-        for name in ("dp", "cp", "max_num_seqs", "max_num_batched_tokens", "start_timeout_s"):
+        for name in ("dp", "cp", "shards", "max_num_seqs", "max_num_batched_tokens", "start_timeout_s"):
             self._check(name, at_least=1)
         for name in ("max_model_len", "kv_cache_memory_gb", "threads", "block_size", "port", "grpc_port"):
             self._check(name, at_least=0)

@@ -84,16 +84,21 @@ def compose(config: UpConfig, directory: Path, machine: Machine, token: str) -> 
     found = groups(config, experts)
     count = config.dp * config.cp
     addresses = [f"{LOOPBACK}:{port}" for port in machine.ports]
-    workers, schedulers = addresses[:count], addresses[count : count + len(found)]
+    _check_shards(config, found)
+    workers, schedulers = addresses[:count], addresses[count : count + len(found) * config.shards]
     redis_url = config.redis_url or f"unix://{machine.valkey_socket}"
     seats = [seat for group in found for seat in group]
     services = [
         _worker(config, directory, machine, number, seat, workers[number], token) for number, seat in enumerate(seats)
     ]
-    for shard, group in enumerate(found):
-        peers = workers[shard * len(group) : (shard + 1) * len(group)]
-        name = model_name(config, directory)
-        services.append(_scheduler(config, name, shard, schedulers[shard], peers, redis_url, token))
+    for number, group in enumerate(found):
+        own = _Group(
+            tuple(workers[number * len(group) : (number + 1) * len(group)]),
+            tuple(schedulers[number * config.shards : (number + 1) * config.shards]),
+        )
+        for shard in range(config.shards):
+            name = f"shard-{number * config.shards + shard}"
+            services.append(_scheduler(config, model_name(config, directory), name, own, shard, redis_url, token))
     services.append(_router(config, directory, machine.rest_port, schedulers, redis_url, token))
     if machine.valkey and not config.redis_url:
         services.insert(0, Service("valkey", Role.VALKEY, machine.valkey, machine.valkey_socket))
@@ -125,11 +130,30 @@ def _worker(
     return _python(Role.WORKER, f"worker-{number}", "lockstep_worker", address, options, config, env)
 
 
+@dataclass(frozen=True)
+class _Group:
+    """Addresses of an engine group's workers by rank, and of the schedulers that drive it."""
+
+    workers: tuple[str, ...]
+    schedulers: tuple[str, ...]
+
+
+def _check_shards(config: UpConfig, found: list[list[Seat]]) -> None:
+    if config.shards > 1 and len(found) > 1:
+        raise ConfigError(
+            f"--shards {config.shards}: without routed experts each of the {config.dp} ranks is a group with a scheduler of its "
+            "own; leave it out, or couple the ranks with --lockstep always"
+        )
+    if config.shards > config.dp:
+        raise ConfigError(f"--shards {config.shards}: each needs a DP rank at least, and there are {config.dp} (--dp)")
+
+
 def _scheduler(
-    config: UpConfig, model: str, shard: int, address: str, workers: Sequence[str], redis_url: str, token: str
+    config: UpConfig, model: str, name: str, group: _Group, shard: int, redis_url: str, token: str
 ) -> Service:
     options = {
-        "workers": ",".join(workers),
+        "workers": ",".join(group.workers),
+        **({"shards": ",".join(group.schedulers), "shard": shard} if len(group.schedulers) > 1 else {}),
         "lockstep": config.lockstep,
         "max-num-seqs": config.max_num_seqs,
         "max-model-len": config.max_model_len,
@@ -137,11 +161,12 @@ def _scheduler(
         "vote-interval-ms": config.vote_interval_ms,
         **_eplb(config),
         "redis-url": redis_url,
-        "shard-id": f"shard-{shard}",
+        "shard-id": name,
         "model": model,
     }
     env = {"LOCKSTEP_SCHEDULER_INTERNAL_TOKEN": token}
-    return _python(Role.SCHEDULER, f"scheduler-{shard}", "lockstep_scheduler", address, options, config, env)
+    label = name.replace("shard", "scheduler")
+    return _python(Role.SCHEDULER, label, "lockstep_scheduler", group.schedulers[shard], options, config, env)
 
 
 def _eplb(config: UpConfig) -> dict[str, object]:

@@ -121,6 +121,24 @@ def test_always_couples_dense_models(dense: Path) -> None:
     assert len(of(services, Role.SCHEDULER)) == 1
 
 
+def test_shards_of_a_group_know_each_other_and_all_workers(dense: Path) -> None:
+    services = compose(UpConfig(dp=4, shards=2, lockstep="always"), dense, machine(4), "secret")
+    schedulers = of(services, Role.SCHEDULER)
+    addresses = ",".join(s.address for s in schedulers)
+    assert [flag(s, "shard") for s in schedulers] == ["0", "1"]
+    assert {flag(s, "shards") for s in schedulers} == {addresses} == {flag(of(services, Role.ROUTER)[0], "schedulers")}
+    assert {flag(s, "workers") for s in schedulers} == {",".join(w.address for w in of(services, Role.WORKER))}
+    assert [s.name for s in schedulers] == ["scheduler-0", "scheduler-1"]
+    assert [flag(s, "shard-id") for s in schedulers] == ["shard-0", "shard-1"]
+
+
+def test_shards_that_have_nothing_to_share_are_an_error(dense: Path) -> None:
+    with pytest.raises(ConfigError, match="--lockstep always"):
+        compose(UpConfig(dp=4, shards=2), dense, machine(4), "secret")
+    with pytest.raises(ConfigError, match="each needs a DP rank"):
+        compose(UpConfig(dp=2, shards=3, lockstep="always"), dense, machine(2), "secret")
+
+
 @pytest.mark.parametrize("url", ["none", "redis://elsewhere:6379/0"])
 def test_no_valkey_of_our_own_if_told_so(dense: Path, url: str) -> None:
     services = compose(UpConfig(redis_url=url), dense, machine(1), "secret")

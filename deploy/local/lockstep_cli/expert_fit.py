@@ -112,13 +112,14 @@ def fit(block: Block, x: torch.Tensor, routing: Routing, shared: int) -> tuple[C
     order = neurons_in_order(activity[:seen].abs() * block.down.norm(dim=0), experts, shared)
     activity, down = activity[:, order], block.down[:, order]
     size = len(order) // (experts + shared)
-    parts = parts_of_output(activity[:, : experts * size], down[:, : experts * size], experts)
-    gate = fitted_gate(x[:seen], parts[:seen]).to(dtype)
+    parts = parts_of_output(activity[:seen, : experts * size], down[:, : experts * size], experts)
+    gate = fitted_gate(x[:seen], parts).to(dtype)
     ids, weights = route(linear(x, gate.float()), routing)
-    factors = torch.cat((torch.zeros_like(parts).scatter_(1, ids.long(), weights), parts.new_ones(len(x), shared)), 1)
-    dense = linear(activity, down)
-    sparse = linear(activity * factors.repeat_interleave(size, 1), down)
-    energy = 1 - (dense - sparse)[seen:].square().sum() / dense[seen:].square().sum()
+    factors = torch.zeros(len(x), experts).scatter_(1, ids.long(), weights)
+    factors = torch.cat((factors, torch.ones(len(x), shared)), 1).repeat_interleave(size, 1)
+    sparse = linear(activity * factors, down)
+    dense = linear(activity[seen:], down)
+    energy = 1 - (dense - sparse[seen:]).square().sum() / dense.square().sum()
     loads = torch.bincount(ids[seen:].flatten(), minlength=experts)
     return Cut(order, gate), Quality(float(energy), tuple(loads.tolist())), sparse
 
@@ -138,7 +139,7 @@ def neurons_in_order(outputs: torch.Tensor, experts: int, shared: int) -> torch.
 
 
 def balanced_clusters(points: torch.Tensor, clusters: int) -> torch.Tensor:
-    """int64 [n]: the cluster of each of points [n, m], n / clusters points in each. k-means by cosine; the same every time."""
+    """int64 [n]: the cluster of each of points [n, m], n / clusters points in each. k-means by cosine."""
     points = normalize(points, dim=1)
     count = points.shape[0]
     begin = torch.randperm(count, generator=torch.Generator().manual_seed(0))[:clusters]

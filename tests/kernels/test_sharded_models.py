@@ -1,0 +1,176 @@
+"""Whole models whose experts are shared out among ranks: each rank's logits are those of one worker with everything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep_common.errors import ConfigError
+from lockstep_common.steps import Header, Kind
+from lockstep_worker.collectives import Group
+from lockstep_worker.exchange.placement import WHOLE, Sharding
+from lockstep_worker.models import Model, load_model
+from tests.kernels.oracles import VOCAB, build
+from tests.kernels.sequences import EVERY, Sequences
+from tests.kernels.test_oracles_deepseek import V2, V3
+from tests.kernels.test_oracles_moe import GLM4_MOE, MIXTRAL, QWEN3_MOE
+from tests.ranks import run_ranks
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-moe": ("Qwen3Moe", QWEN3_MOE),
+    "mixtral": ("Mixtral", MIXTRAL),
+    "glm4-moe": ("Glm4Moe", GLM4_MOE | {"n_shared_experts": 2}),
+    "deepseek-v2": ("DeepseekV2", V2),
+    "deepseek-v3": ("DeepseekV3", V3),
+}
+TOLERANCE = 1e-5  # of logits that are spread by about 1
+LENGTHS = (9, 1, 26, 14)
+STEPS = 3  # decode steps at the end of each sequence
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    family, values = CASES[request.param]
+    path = tmp_path_factory.mktemp("model")
+    build(family, values, path)
+    return path
+
+
+def load(directory: Path, sharding: Sharding = WHOLE) -> Model:
+    return load_model(directory, dtype=torch.float32, device=torch.device("cpu"), deterministic=True, sharding=sharding)
+
+
+def sequences() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(2, VOCAB, (n + STEPS,), generator=generator).tolist() for n in LENGTHS]
+
+
+def expected(model: Model) -> list[torch.Tensor]:
+    """Logits of all positions of each sequence."""
+    return [
+        torch.cat(
+            [
+                (alone := Sequences(model, [tokens])).run(Kind.PREFILL, [(0, 0, n)], wanted=EVERY),
+                *[alone.run(Kind.DECODE, [(0, p, p + 1)]) for p in range(n, n + STEPS)],
+            ]
+        )
+        for n, tokens in zip(LENGTHS, sequences(), strict=True)
+    ]
+
+
+class Rank:
+    """One rank's model and its share of the sequences; those with the number r mod ranks."""
+
+    def __init__(self, group: Group, model: Model) -> None:
+        model.join(group)
+        self.model = model
+        self.mine = [i for i in range(len(LENGTHS)) if i % group.place.size == group.place.rank]
+        self.sequences = Sequences(model, [sequences()[i] for i in self.mine] or [[2]])
+        self.error = 0.0
+
+    def prefill(self, start: int, end: int, want: list[torch.Tensor]) -> None:
+        """The part of [start, end) of each prompt."""
+        self._run(Kind.PREFILL, {i: (min(start, LENGTHS[i]), min(end, LENGTHS[i])) for i in self.mine}, want)
+
+    def decode(self, step: int, want: list[torch.Tensor], expert_rows: int = 0) -> None:
+        places = {i: (LENGTHS[i] + step, LENGTHS[i] + step + 1) for i in self.mine}
+        self._run(Kind.DECODE, places, want, expert_rows)
+
+    def _run(
+        self, kind: Kind, places: dict[int, tuple[int, int]], want: list[torch.Tensor], expert_rows: int = 0
+    ) -> None:
+        chunks = [(k, *places[i]) for k, i in enumerate(self.mine) if places[i][0] < places[i][1]]
+        inputs = self.sequences.inputs(kind, chunks, wanted=EVERY)
+        got = self.sequences.step(replace(inputs, expert_rows=expert_rows))
+        wanted = [want[self.mine[k]][start:end] for k, start, end in chunks]
+        if wanted:
+            self.error = max(self.error, float((got - torch.cat(wanted)).abs().max()))
+        assert len(got) == sum(end - start for _, start, end in chunks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_each_rank_has_the_logits_of_one_worker(directory: Path, ranks: int) -> None:
+    """Prompts in chunks, then decode steps with counts and with a capacity; with 8 ranks, some never have a token."""
+    want = expected(load(directory))
+
+    def work(group: Group) -> tuple[float, list[str]]:
+        redundant = 0 if ranks in (1, 8) else 4
+        rank = Rank(group, load(directory, Sharding(ranks, group.place.rank, redundant)))
+        for start, end in ((0, 5), (5, 20), (20, 30)):
+            rank.prefill(start, end, want)
+        for step in range(STEPS):
+            rank.decode(step, want, expert_rows=4 if step == 1 else 0)
+        return rank.error, [record.id.key for record in group.recorder.history()]
+
+    found = run_ranks(ranks, 1, work)
+    assert max(error for error, _ in found) < TOLERANCE
+    assert all(names == found[0][1] for _, names in found)
+    assert ranks == 1 or len(found[0][1]) > 0
+
+
+def test_logits_do_not_change_while_experts_move(directory: Path) -> None:
+    """A layer moves before every pass, prefill and decode, with redundant slots; all ranks read the new place in the same pass."""
+    want = expected(load(directory))
+
+    def work(group: Group) -> float:
+        rank, rng, seq = Rank(group, load(directory, Sharding(4, group.place.rank, 4))), np.random.default_rng(1), 0
+
+        def move() -> None:
+            nonlocal seq
+            seq += 1
+            experts = rank.model.experts
+            assert experts is not None
+            extra = rng.integers(0, experts.experts, experts.slots - experts.experts)
+            slots = rng.permutation(np.append(np.arange(experts.experts), extra)).tolist()
+            layer = seq % len(experts.layers)
+            experts.begin(
+                Header(1, seq, Kind.DECODE, 0, 1, placement_version=seq, moved_layer=layer, moved_experts=tuple(slots))
+            )
+
+        for start, end in ((0, 5), (5, 30)):
+            move()
+            rank.prefill(start, end, want)
+        for step in range(STEPS):
+            move()
+            rank.decode(step, want, expert_rows=4 if step == 1 else 0)
+        return rank.error
+
+    assert max(run_ranks(4, 1, work)) < TOLERANCE
+
+
+def test_a_worker_reads_its_own_experts_only(directory: Path) -> None:
+    """The shares of all workers together are the whole, but for what every worker has; all name the same model."""
+    read = [0, 0, 0]
+    models = []
+    for i, sharding in enumerate((WHOLE, Sharding(2, 0), Sharding(2, 1))):
+
+        def progress(share: float, bytes_read: int, i: int = i) -> None:
+            read[i] = bytes_read
+
+        models.append(
+            load_model(
+                directory,
+                dtype=torch.float32,
+                device=torch.device("cpu"),
+                deterministic=True,
+                progress=progress,
+                sharding=sharding,
+            )
+        )
+    whole, first, second = models
+    assert whole.experts is None and first.experts is not None
+    layer = first.experts.layers[0].weights
+    assert layer.experts == first.experts.slots // 2
+    routed = len(first.experts.layers) * first.experts.experts * 3 * layer.hidden * layer.width * 4
+    assert read[0] - read[1] == read[0] - read[2] == routed // 2
+    assert first.config_hash == second.config_hash != whole.config_hash
+
+
+def test_slots_that_cannot_be_shared_out_name_the_setting(directory: Path) -> None:
+    with pytest.raises(ConfigError, match="not a multiple of 3 ranks: choose the number of redundant experts"):
+        load(directory, Sharding(3, 0))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.kernels.device import ON_GPU, poisoned, randn
 
 from lockstep_kernels.linear import kernel as linear  # isort: skip  (kernels after tests.kernels.device)
+from lockstep_kernels.linear.few import kernel as few  # isort: skip
 from lockstep_kernels.rms_norm import kernel as rms_norm  # isort: skip
 from lockstep_kernels.swiglu import kernel as swiglu  # isort: skip
 
@@ -97,6 +98,42 @@ def test_a_skinny_product_with_all_that_is_fused_to_it(
         out = residual  # overwritten, as a layer does
     config = None if ON_GPU else linear.SkinnyConfig(16, 512, 4)  # few programs: each takes the interpreter long
     got = linear.skinny(x, weight, offset, out=out, gain=gain, eps=EPS, plus=residual, gated=gated, config=config)
+    close(got, exact, 4)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    dtype=DTYPES,
+    rows=st.integers(1, few.MOST_FEW),
+    size=st.sampled_from([(40, 64), (33, 72), (16, 130), *([(960, 576), (576, 1536)] if ON_GPU else [])]),
+    bias=st.booleans(),
+    plus=st.booleans(),
+    gated=st.booleans(),
+    wide=st.booleans(),
+)
+def test_a_product_of_a_few_rows_with_all_that_is_fused_to_it(
+    dtype: torch.dtype,
+    rows: int,
+    size: tuple[int, int],
+    bias: bool,
+    plus: bool,
+    gated: bool,
+    wide: bool,
+) -> None:
+    n, k = size
+    x, weight = randn(rows, k, dtype=dtype), randn((1 + gated) * n, k, dtype=dtype, seed=1) / k**0.5
+    offset = randn((1 + gated) * n, dtype=dtype, seed=3) if bias else None
+    residual = randn(rows, n, dtype=dtype, seed=4) if plus else None
+    exact = x.double() @ weight.double().t()
+    exact += 0 if offset is None else offset.double()
+    if gated:
+        gate, up = exact.chunk(2, 1)
+        exact = torch.nn.functional.silu(gate) * up
+    exact += 0 if residual is None else residual.double()
+    out = poisoned(rows, n, dtype=torch.float32 if wide else dtype)
+    if residual is not None and not wide:
+        out = residual  # overwritten, as a layer does
+    got = few.few(x, weight, offset, out=out, plus=residual, gated=gated)
     close(got, exact, 4)
 
 

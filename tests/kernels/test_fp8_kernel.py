@@ -93,7 +93,8 @@ def test_tiles_are_exact_for_their_operands(
     exact += 0 if residual is None else residual.double()
     out = poisoned(rows, n, dtype=dtype) if residual is None else residual
     got = kernel.tiles(values, scale, w.values, w.scale, offset, out=out, plus=residual)
-    tolerance = max(TOLERANCE[dtype], 2**-10 if ON_GPU else 0)  # tensor cores add 128 products with fewer bits
+    # Tensor cores add the products of an instruction with some 13 bits; the errors of many instructions are a random walk.
+    tolerance = max(TOLERANCE[dtype], 2**-10 * max(1, k / 1024) ** 0.5 if ON_GPU else 0)
     torch.testing.assert_close(got.double(), exact, rtol=tolerance, atol=tolerance)
 
 

@@ -18,13 +18,14 @@ from tests.tiny_model import make_tiny_model, special_ids
 
 pytestmark = pytest.mark.gpu
 LOGPROB_TOLERANCE = 1e-3  # fp32 sums in another order, over the depth of the tiny model
+SMALL = {"kv_cache_memory_gb": 0.25}  # so that workers of tests that run at once all fit the device
 
 
 def run(model: Path, device: str, **options: Any) -> tuple[list[Answer], list[Answer]]:
     """All jobs alone, then all together."""
 
     async def compute() -> tuple[list[Answer], list[Answer]]:
-        worker = {"device": device, "dtype": options.pop("dtype", "float32")}
+        worker = {"device": device, "dtype": options.pop("dtype", "float32"), **SMALL}
         async with stack(model, worker=worker, with_router=False, **options) as s, s.session() as session:
             alone = [await session.submit(prompt, sampling).answer() for prompt, sampling in jobs()]
             together = await gather_in_order(
@@ -66,7 +67,7 @@ def test_bf16_runs_and_keeps_the_limits(model: Path) -> None:
 
 def test_stop_ids_and_min_tokens_hold(model: Path) -> None:
     async def compute() -> list[Answer]:
-        async with stack(model, worker={"device": "cuda"}, with_router=False) as s, s.session() as session:
+        async with stack(model, worker={"device": "cuda", **SMALL}, with_router=False) as s, s.session() as session:
             stops = tuple(special_ids().values())
             samplings: list[Sampling] = [
                 replace(GREEDY, stop_ids=stops, bias=((stops[0], 100.0),), min_tokens=5),
@@ -84,7 +85,7 @@ def scores(model: Path, **worker: Any) -> list[dict[str, Any]]:
 
     async def compute() -> list[dict[str, Any]]:
         sizes = {"max_num_batched_tokens": 32}
-        async with stack(model, worker={"dtype": "float32", **sizes, **worker}, scheduler=sizes) as s:
+        async with stack(model, worker={"dtype": "float32", **SMALL, **sizes, **worker}, scheduler=sizes) as s:
             prompt = [(7 * i) % 300 + 3 for i in range(100)]
             body = {"model": s.model, "prompt": prompt, "max_tokens": 4, "prompt_logprobs": 3}
             reply = await s.rest.post("/v1/completions", body)

@@ -33,7 +33,7 @@ class Settings:
     dp: int = 1
     max_num_seqs: int = 256
     max_model_len: int = 8192
-    max_num_batched_tokens: int = 8192
+    max_num_batched_tokens: int = 16384
     max_window: int = 16
     start_timeout_s: float = 900.0
     worker_module: str = "lockstep_worker"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lockstep_kernels.linear import kernel
+from lockstep_kernels.linear.few import kernel as few
 from tests.kernels import launches
 
 BF16 = torch.bfloat16
@@ -34,6 +35,11 @@ def variants() -> Iterator[tuple[str, Callable[[], Any]]]:
             x, w, y = (torch.empty(a, b, dtype=BF16) for a, b in ((rows, k), (2 * n, k), (rows, n)))
             call = partial(kernel.skinny, x, w, None, out=y, gain=torch.empty(k), gated=True, pdl=True)
             yield from launches.variants(f"{model} gated {n}x{k} T={rows}", call, 1)
+    for n, k, gated in ((960, 576, False), (576, 576, False), (1536, 576, True), (576, 1536, False)):
+        for rows in (8, 32, 64):
+            x, w, y = (torch.empty(a, b, dtype=BF16) for a, b in ((rows, k), ((1 + gated) * n, k), (rows, n)))
+            call = partial(few.few, x, w, None, out=y, plus=y if n == 576 else None, gated=gated, pdl=True)
+            yield from launches.variants(f"few {n}x{k}{' gated' * gated} T={rows}", call, 1)
     for n, k in SHAPES["llama-3.1-8b"]:
         for rows, dtype in ((8, torch.float32), (64, BF16), (64, torch.float16), (8192, BF16)):
             x, w, y = (torch.empty(a, b, dtype=dtype) for a, b in ((rows, k), (n, k), (rows, n)))

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dp", type=int, default=1, metavar="N", help="workers that step together, one GPU each")
     add("--max-num-seqs", type=int, default=256)
     add("--max-model-len", type=int, default=8192)
-    add("--max-num-batched-tokens", type=int, default=8192)
+    add("--max-num-batched-tokens", type=int, default=16384)
     add("--max-window", type=int, default=16, metavar="K", help="decode steps of a plan")
     add("--worker-flags", default="", metavar="STRING", help="more flags for the worker")
     add("--scheduler-flags", default="", metavar="STRING", help="more flags for the scheduler")

@@ -164,12 +164,13 @@ def attention(
 
 @functools.cache
 def choose_split(head_dim: int, dtype: torch.dtype, device: torch.device, deterministic: bool) -> Split:
-    """Tiles of 16 KiB of 16-bit keys and as much of values, two of them on their way for each of three programs."""
-    keys = min(128 if head_dim > 32 else 64, 8192 // _columns(head_dim))
+    """Tiles of up to 16 KiB of 16-bit keys and as much of values, two of them on their way for each of three programs, or
+    three smaller ones."""
+    keys = min(64, 8192 // _columns(head_dim))
     if dtype.itemsize > 2:
         keys = 16  # products of float32 are not for tensor cores: they take registers
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return Split(processors, keys, fixed=256 // keys if deterministic else 0)
+    return Split(processors, keys, fixed=256 // keys if deterministic else 0, stages=3 if head_dim > 64 else 4)
 
 
 def choose_tiling(head_dim: int, dtype: torch.dtype, block_size: int) -> Tiling:

@@ -14,7 +14,7 @@ import torch
 from lockstep_kernels.fp8 import Fp8Weight
 from lockstep_kernels.fp8 import kernel as fp8
 from lockstep_kernels.linear import kernel
-from lockstep_kernels.linear.few import MOST_FEW, few
+from lockstep_kernels.linear.few.kernel import MOST_FEW, few
 from lockstep_kernels.linear.packed import Layout, Packed
 from lockstep_kernels.rms_norm import Norm, rms_norm
 from lockstep_kernels.swiglu import kernel as elementwise
@@ -55,7 +55,7 @@ def linear(
     out = plus if plus is not None and in_place else x.new_empty(rows, packed.out_features, dtype=dtype)
     gain, eps = norm if norm is not None else (None, 0.0)
     if are_few:
-        return few(x, weight, bias, out=out, gain=gain, eps=eps, plus=plus)
+        return few(x if norm is None else rms_norm(x, *norm), weight, bias, out=out, plus=plus)
     if _is_skinny(packed, rows):
         return kernel.skinny(x, weight, bias, out=out, gain=gain, eps=eps, plus=plus, weight_scale=packed.scale)
     if packed.scale is None:
@@ -74,7 +74,7 @@ def gated(x: torch.Tensor, packed: Packed, norm: Norm | None) -> torch.Tensor:
     gain, eps = norm if norm is not None else (None, 0.0)
     out = x.new_empty(rows, width)
     if are_few:
-        return few(x, packed.weight, packed.bias, out=out, gain=gain, eps=eps, gated=True)
+        return few(x if norm is None else rms_norm(x, *norm), packed.weight, packed.bias, out=out, gated=True)
     return kernel.skinny(
         x, packed.weight, packed.bias, out=out, gain=gain, eps=eps, gated=True, weight_scale=packed.scale
     )

@@ -28,7 +28,7 @@ from lockstep_kernels.mla.batch import Expansion, LatentBatch, Prepared, takes_w
 from lockstep_kernels.rms_norm import Norm
 
 MANY: Final = 16  # sequences from which on merging and expanding values are two kernels
-PARTS: Final = 16  # that a program merges at a time
+PARTS: Final = 16  # that a program merges at a time, at most
 PIECE_BYTES: Final = 1 << 27  # of a piece's keys and values
 
 Span = tuple[int, int, int, int, int]  # first query, queries, first key, keys, keys that the first query sees
@@ -247,8 +247,9 @@ def decode(
         )  # fmt: skip
         return
     merged = torch.empty_like(absorbed)
+    expected = min(PARTS, triton.next_power_of_2(split.programs // tokens + 1))  # of sequences of one length
     kernel.merge_kernel[(heads, tokens)](
-        *parts, merged, lse, split.programs, HEADS=heads, RANK=rank, PARTS=PARTS, PDL=pdl, launch_pdl=pdl
+        *parts, merged, lse, split.programs, HEADS=heads, RANK=rank, PARTS=expected, PDL=pdl, launch_pdl=pdl
     )
     side = 32 if tokens <= 64 else 64
     rows, columns = min(side, _tile_rows(tokens)), max(16, min(side, triton.next_power_of_2(value)))

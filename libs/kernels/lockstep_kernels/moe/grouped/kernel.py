@@ -104,18 +104,22 @@ def _gate_up(
 
 @triton.jit(do_not_specialize=["blocks"])
 def _down(
-    x_ptr, weights, scale_ptr, order_ptr, blocks_ptr, factors_ptr, out_ptr, blocks,
+    x_ptr, rows_of_x, weights, scale_ptr, order_ptr, blocks_ptr, factors_ptr, out_ptr, blocks,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SCALES: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[pair] = x[place] @ down.T * factor[pair] of the pair at each place of the order."""
+    """out[pair] = x[place] @ down.T * factor[pair] of the pair at each place of the order.
+
+    Many rows come through the copy engine: those behind a block's last one are of the next expert, and not stored.
+    """
     release(PDL)
     block = tl.num_programs(1) - 1 - tl.program_id(1)  # shared experts, the last ones, have most rows: first
     wait(PDL)
     expert = tl.load(blocks_ptr + block)
     if expert < 0:
         return
-    place = tl.load(blocks_ptr + blocks + block) + tl.arange(0, BLOCK_M)
+    begin = tl.load(blocks_ptr + blocks + block)
+    place = begin + tl.arange(0, BLOCK_M)
     there = place < tl.load(blocks_ptr + 2 * blocks + block)
     pair = tl.load(order_ptr + place, mask=there, other=0)
     column = tl.program_id(0) * BLOCK_N
@@ -126,7 +130,10 @@ def _down(
     DOWN: tl.constexpr = (HIDDEN + SCALE_BLOCK - 1) // SCALE_BLOCK
     block_scale = scale_ptr + (expert * DOWN + column // SCALE_BLOCK) * ACROSS
     for k in range(0, WIDTH, BLOCK_K):
-        x = tl.load(x_at + k, mask=there[:, None] & (k + inner < WIDTH)[None, :], other=0.0)
+        if SWAP:
+            x = tl.load(x_at + k, mask=there[:, None] & (k + inner < WIDTH)[None, :], other=0.0)
+        else:
+            x = rows_of_x.load([begin, k])
         w = weights.load([expert * HIDDEN + column, k])
         acc = _product(x, w, acc, block_scale + k // SCALE_BLOCK, SCALES, SWAP, PRECISION)
     n = column + tl.arange(0, BLOCK_N)
@@ -166,8 +173,9 @@ def down(
     _, hidden, width = weights.values.shape
     out = torch.empty(plan.order.shape[0], hidden, dtype=x.dtype, device=x.device)
     blocks = plan.blocks.shape[1]
+    rows_of_x = None if tiling.swap else TensorDescriptor.from_tensor(x, [plan.block_m, tiling.block_k])
     _down[(triton.cdiv(hidden, tiling.block_n), blocks)](
-        x, _tiles(weights, tiling), x if weights.scale is None else weights.scale, plan.order, plan.blocks, factors, out,
+        x, rows_of_x, _tiles(weights, tiling), x if weights.scale is None else weights.scale, plan.order, plan.blocks, factors, out,
         blocks, HIDDEN=hidden, WIDTH=width, **_constants(x, weights, plan, tiling, pdl),
     )  # fmt: skip
     return out

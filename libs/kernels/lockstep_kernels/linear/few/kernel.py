@@ -1,12 +1,11 @@
-"""Products of a few dozen rows with small weights in Triton: the norm before, gate or residual behind, in one launch each.
+"""Products of a few dozen rows with small weights in Triton, with the gate or the residual behind them.
 
 Neither bytes nor operations decide how long these take, but how many launches stand in a row, and how long each of them waits
-for memory. So a layer is few of them, and each has its weights brought to the L2 cache while the launch before it runs.
+for memory. So each has its weights brought to the L2 cache while the launch before it runs. A norm is better a launch of its
+own: operands that pass through registers on their way to the tensor cores take twice the time.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -17,6 +16,7 @@ from lockstep_kernels.dependent import release, wait
 from lockstep_kernels.linear.kernel import store_tile
 
 MOST_FEW = 64  # rows that the kernel takes
+BLOCK_N, BLOCK_K, WARPS, STAGES = 16, 64, 4, 6  # narrow programs, as there are few columns
 UNIT = 16  # bytes that whole rows of a weight are a multiple of, if they can be brought ahead
 
 
@@ -40,17 +40,14 @@ def _few(
     x_ptr,
     w_ptr,
     bias_ptr,
-    gain_ptr,
     plus_ptr,
     out_ptr,
     rows,
     N,
-    eps,
     K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    NORM: tl.constexpr,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
     PLUS: tl.constexpr,
@@ -71,22 +68,13 @@ def _few(
     up_tile = w_tile + N.to(tl.int64) * K
     acc = tl.zeros((ROWS, BLOCK_N), tl.float32)
     up = acc
-    squares = tl.zeros((ROWS,), tl.float32)
     for at in range(0, K, BLOCK_K):
         inside = at + k < K
         x = tl.load(x_tile + at, mask=inside_m & inside[None, :], other=0.0)
-        if NORM:  # the factor of a row waits until its sums are there
-            wide = x.to(tl.float32)
-            squares += tl.sum(wide * wide, 1)
-            x = (wide * tl.load(gain_ptr + at + k, mask=inside, other=0.0)[None, :]).to(x.dtype)
         acc = tl.dot(x, tl.load(w_tile + at, mask=inside_n & inside[:, None], other=0.0), acc, input_precision="ieee")
         if GATED:
             w = tl.load(up_tile + at, mask=inside_n & inside[:, None], other=0.0)
             up = tl.dot(x, w, up, input_precision="ieee")
-    if NORM:
-        factor = tl.rsqrt(squares / K + eps)[:, None]
-        acc *= factor
-        up *= factor
     if GATED:
         if BIAS:
             acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
@@ -95,64 +83,42 @@ def _few(
     store_tile(acc, m, n, bias_ptr, plus_ptr, out_ptr, rows, N, BIAS and not GATED, PLUS)
 
 
-@dataclass(frozen=True, slots=True)
-class FewConfig:
-    """Columns of the result a program, columns of the operands at once, warps, and tiles in flight."""
-
-    block_n: int
-    block_k: int
-    warps: int
-    stages: int
-
-
-def few_config(n: int, k: int, gated: bool) -> FewConfig:
-    """Narrow programs where sums are long or there are two of them; wider ones read the operand less often."""
-    return FewConfig(16 if gated or k > 1024 else 32, 64, 4, 6)
-
-
 def few(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     *,
     out: torch.Tensor,
-    gain: torch.Tensor | None = None,
-    eps: float = 0.0,
     plus: torch.Tensor | None = None,
     gated: bool = False,
-    config: FewConfig | None = None,
     pdl: bool | None = None,
 ) -> torch.Tensor:
-    """out [T, n] = [norm of] x [T, k] @ weight.T + bias [+ plus], T from 1 to MOST_FEW, x contiguous.
+    """out [T, n] = x [T, k] @ weight.T + bias [+ plus], T from 1 to MOST_FEW, x contiguous.
 
     `gated`: weight [2n, k] and bias [2n] hold gate and up; out = silu(gate) * up. `out` may be `plus`.
     """
     rows, k = x.shape
     n = out.shape[1]
-    config = config or few_config(n, k, gated)
     pdl = dependent.supported(x.device) if pdl is None else pdl
-    _few[(triton.cdiv(n, config.block_n),)](
+    _few[(triton.cdiv(n, BLOCK_N),)](
         x,
         weight,
         x if bias is None else bias,
-        x if gain is None else gain,
         x if plus is None else plus,
         out,
         rows,
         n,
-        eps,
         K=k,
         ROWS=max(16, triton.next_power_of_2(rows)),
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        NORM=gain is not None,
+        BLOCK_N=BLOCK_N,
+        BLOCK_K=BLOCK_K,
         GATED=gated,
         BIAS=bias is not None,
         PLUS=plus is not None,
         AHEAD=pdl and k * weight.element_size() % UNIT == 0,
         PDL=pdl,
-        num_warps=config.warps,
-        num_stages=config.stages,
+        num_warps=WARPS,
+        num_stages=STAGES,
         launch_pdl=pdl,
     )
     return out

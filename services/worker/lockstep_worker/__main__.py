@@ -107,7 +107,9 @@ def load(settings: WorkerConfig, progress: Callable[[float, str], None]) -> Load
     if max_model_len > model.max_model_len:
         raise ConfigError(f"max_model_len {max_model_len} is above the model's {model.max_model_len}")
     graphs = device.type == "cuda" and settings.null_step_ms < 0 and not settings.enforce_eager
-    sizes = memory.Sizes(block_size, settings.max_num_seqs, max_model_len, settings.max_num_batched_tokens)
+    sizes = memory.Sizes(
+        block_size, settings.max_num_seqs, max_model_len, settings.max_num_batched_tokens, settings.cp
+    )
     return Loaded(
         model=model,
         make_sampler=make_sampler,

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep_kernels import mla
 from lockstep_kernels.mla import Expansion, LatentBatch, Prepared, attention, cpu, pack, prepare, reference
 from lockstep_kernels.rms_norm import Norm
 
@@ -68,6 +69,27 @@ def test_against_the_reference(
         assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
     torch.testing.assert_close(out[:-1].float(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     assert out[-1].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_one_by_one_it_is_what_it_is_as_a_whole(dtype: torch.dtype) -> None:
+    """Latents, queries, cache and result, to the bit; both give the same log-sum-exp."""
+    q, latents, cache, batch, p, expansion = make([(0, 70), (20, 21), (64, 130)], 16, dtype, True)
+    norm = Norm(1 + 0.1 * torch.randn(RANK, generator=torch.Generator().manual_seed(1)), 1e-6)
+    whole = q.clone(), latents.clone(), cache.clone()
+    outs, lses = torch.full((2, len(q), HEADS * VALUE), torch.nan), torch.full((2, len(q), HEADS), torch.nan)
+    attention(whole[0], whole[1], norm, whole[2], p, expansion, scale=0.2, out=outs[0], lse=lses[0])
+    assert mla.finish_latents_(latents, norm, p.cos, p.sin, interleaved=True) is latents
+    assert mla.rotate_queries_(q, p.cos, p.sin, interleaved=True) is q
+    mla.store(latents, cache, p.slots)
+    plan = mla.plan(batch, expansion, rope=ROPE, dtype=dtype)
+    mla.attend(q, cache, plan, expansion, scale=0.2, out=outs[1], lse=lses[1])
+    for one, other in zip((q, latents, cache.nan_to_num(7.0)), (*whole[:2], whole[2].nan_to_num(7.0)), strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(outs[0], outs[1]) and torch.equal(lses[0], lses[1])
+    want = torch.empty(len(q), HEADS)
+    reference.attention(q, cache, batch, expansion, 0.2, torch.empty_like(outs[0]), want)
+    torch.testing.assert_close(lses[0], want, rtol=1e-5, atol=1e-5)
 
 
 def test_the_reference_turns_pairs_by_their_angles() -> None:

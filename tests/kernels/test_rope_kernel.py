@@ -108,3 +108,36 @@ def test_what_a_cache_of_8_bits_keeps_is_divided_by_its_scale() -> None:
         block, offset = divmod(slot, 16)
         got = cache[block, :, :, offset].float() * scale[..., None]
         torch.testing.assert_close(got, plain[block, :, :, offset], rtol=2**-4, atol=2**-9)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    tokens=st.integers(1, 300 if ON_GPU else 4),
+    heads=st.sampled_from([1, 3, 9]),
+    widths=st.sampled_from([(16, 16), (80, 80), (96, 24)]),
+    values=st.booleans(),
+    normed=st.booleans(),
+)
+def test_heads_alone_become_what_they_become_among_others(
+    dtype: torch.dtype, tokens: int, heads: int, widths: tuple[int, int], values: bool, normed: bool
+) -> None:
+    width, rotated = widths
+    positions = (torch.arange(tokens) * 7).to(DEVICE)
+    norm = Norm(randn(2 * heads, width, seed=1), EPS) if normed else None
+    qkv = randn(tokens, 3 * heads, width, dtype=dtype, seed=2)  # as many of each kind
+    cache = poisoned(tokens, 2, heads, 16, width, dtype=dtype)
+    want = in_float32(qkv, cache, positions, positions * 0, rotated, norm)
+    first = heads if values else 0  # keys and values, or queries
+    x = qkv[:, first : first + 2 * heads if values else heads].contiguous()
+    cos, sin = (table.float().to(DEVICE) for table in angles(rotated))
+    own = None if norm is None else norm.gain[first : first + heads]
+    kernel.rotate_heads_(x, heads, cos, sin, positions, positions * 0, own, EPS)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(x.float(), want[:, first : first + x.shape[1]], rtol=tolerance, atol=tolerance)
+    if dtype == torch.float32:  # the same on CPU
+        y = qkv[:, first : first + x.shape[1]].cpu().contiguous()
+        tables = rope.tables(*angles(rotated), dtype, y.device)
+        prepared = rope.prepare(tables, positions.cpu(), positions.cpu() * 0, kv_heads=heads, block_size=1, dtype=dtype)
+        rope.rotate_heads_(y, heads, prepared, None if own is None else Norm(own.cpu(), EPS))
+        torch.testing.assert_close(y, x.cpu(), rtol=tolerance, atol=tolerance)

@@ -103,8 +103,7 @@ class Replicated(Undivided):
         if not half.routed:
             return half(hidden, tokens)
         index, mine = self._share_of(len(hidden))
-        some = tokens.of(index, mine, -(-tokens.capacity // self._cp.size))
-        rows = self._cp.all_gather("routed rows", half(hidden[index], some))
+        rows = self._cp.all_gather("routed rows", half(hidden[index], tokens.of(index, mine)))
         return rows.transpose(0, 1).flatten(0, 1)[: len(hidden)]
 
     def attend(

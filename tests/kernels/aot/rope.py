@@ -29,6 +29,13 @@ def variants() -> Iterator[tuple[str, Callable[[], Any]]]:
             gain = torch.empty(queries + keys, width) if normed else None
             call = partial(kernel.rotate_and_store_, qkv, cache, table, table, index, index, gain, 1e-6, pdl=True)
             yield from launches.variants(f"{model} {dtype}", call, 1)
+        for name, heads, first, last in (
+            ("queries", queries, 0, queries),
+            ("keys and values", keys, queries, queries + 2 * keys),
+        ):
+            some, own = qkv[:, first:last].contiguous(), None if gain is None else gain[first : first + heads]
+            call = partial(kernel.rotate_heads_, some, heads, table, table, index, index, own, 1e-6, pdl=True)
+            yield from launches.variants(f"{model} {dtype} {name} alone", call, 1)
         narrow, scale = cache.to(torch.float8_e4m3fn), torch.empty(2, keys)
         call = partial(
             kernel.rotate_and_store_, qkv, narrow, table, table, index, index, gain, 1e-6, kv_scale=scale, pdl=True

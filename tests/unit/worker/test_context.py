@@ -48,6 +48,7 @@ class Pass:
     kind: Kind
     chunks: tuple[Chunk, ...]
     every: bool = False  # logits of all tokens are wanted, not only of the last of each chunk
+    expert_rows: int = 0  # see StepInputs
 
     @property
     def tokens(self) -> list[tuple[int, int]]:
@@ -58,8 +59,8 @@ def prefill(*chunks: Chunk, every: bool = False) -> Pass:
     return Pass(Kind.PREFILL, chunks, every)
 
 
-def decode(*chunks: Chunk) -> Pass:
-    return Pass(Kind.DECODE, chunks)
+def decode(*chunks: Chunk, expert_rows: int = 0) -> Pass:
+    return Pass(Kind.DECODE, chunks, expert_rows=expert_rows)
 
 
 @dataclass
@@ -133,14 +134,14 @@ class Setting:
 
     def _inputs(self, p: Pass, tables: list[list[int]], share: Share) -> StepInputs:
         if not p.chunks:
-            return nothing(p.kind)
+            return dataclasses.replace(nothing(p.kind), expert_rows=p.expert_rows)
         chunks = [(self.tokens[i][start:end], start) for i, start, end in p.chunks]
         size = OWN * share.ranks
         inputs = step_inputs(p.kind, chunks, [tables[i] for i, _, _ in p.chunks], size)
         owner = torch.repeat_interleave(torch.arange(len(chunks)), inputs.query_starts.diff())
         slots = prepare.slots(inputs.block_tables[0], owner, inputs.positions, size, share)
         wanted = torch.arange(len(inputs.token_ids)) if p.every else inputs.logits_index
-        return dataclasses.replace(inputs, slots=(slots,), logits_index=wanted)
+        return dataclasses.replace(inputs, slots=(slots,), logits_index=wanted, expert_rows=p.expert_rows)
 
 
 def nothing(kind: Kind) -> StepInputs:
@@ -279,8 +280,24 @@ def test_two_by_two_ranks_share_experts_and_each_pair_its_sequences(
 ) -> None:
     """Pairs have other tokens, or none; each token goes to its experts once."""
     mine = [
-        [prefill((0, 0, 21), (1, 0, 1)), prefill((0, 21, 60)), decode((0, 60, 61), (1, 1, 2)), decode(), prefill()],
-        [prefill(), prefill((0, 0, 3)), decode((0, 3, 4)), decode((0, 4, 5)), prefill((1, 0, 50))],
+        [
+            prefill((0, 0, 21), (1, 0, 1)),
+            prefill((0, 21, 60)),
+            decode((0, 60, 61), (1, 1, 2)),
+            decode(),
+            decode((0, 61, 62), expert_rows=3),
+            decode(expert_rows=1),
+            prefill(),
+        ],
+        [
+            prefill(),
+            prefill((0, 0, 3)),
+            decode((0, 3, 4)),
+            decode((0, 4, 5)),
+            decode(expert_rows=3),
+            decode((0, 5, 6), expert_rows=1),
+            prefill((1, 0, 50)),
+        ],
     ]
     model = setting(directories(form), [70, 70])
 

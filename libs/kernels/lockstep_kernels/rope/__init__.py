@@ -130,8 +130,7 @@ def rotate_heads_(x: torch.Tensor, heads: int, prepared: Prepared, norm: Norm | 
     if x.is_cuda:
         from lockstep_kernels.rope import kernel
 
-        p, stored = prepared, x.new_empty(1, 2, count - heads, 1, width)  # one token, which nobody reads
-        kernel.rotate_and_store_(x, stored, p.cos, p.sin, p.positions, p.where, gain, eps)
+        kernel.rotate_heads_(x, heads, prepared.cos, prepared.sin, prepared.positions, prepared.where, gain, eps)
         return
     rotated = x[:, :heads]
     if norm is not None:

@@ -141,3 +141,21 @@ def rotate_and_store_(
         num_warps=max(1, min(4, BLOCK_HEADS * block_half // 256)),
         launch_pdl=pdl,
     )
+
+
+def rotate_heads_(
+    x: torch.Tensor,
+    heads: int,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    gain: torch.Tensor | None,
+    eps: float,
+    *,
+    pdl: bool | None = None,
+) -> None:
+    """See the public function; slots are 0. The same kernel: what it stores of keys and values is one token, which nobody reads."""
+    kv_heads = x.shape[1] - heads
+    stored = x.new_empty(1, 2, kv_heads, 1, x.shape[2])
+    rotate_and_store_(x, stored, cos, sin, positions, slots, gain, eps, pdl=pdl)

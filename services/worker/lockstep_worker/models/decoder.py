@@ -107,12 +107,12 @@ class Tokens:
     spread: torch.Tensor | None = None  # [R] int64 that chooses among an expert's replicas; None: there are none
     capacity: int = 0  # the most rows that any rank brings to its experts, as all know; 0: nobody knows
 
-    def of(self, kept: torch.Tensor, mine: torch.Tensor | None = None, capacity: int | None = None) -> Tokens:
+    def of(self, kept: torch.Tensor, mine: torch.Tensor | None = None) -> Tokens:
         """Of the rows `kept` only, of which those that are not `mine` (bool; None: all are) are not alive here."""
         live, spread = (None if x is None else x[kept] for x in (self.live, self.spread))
         if mine is not None:
             live = mine if live is None else live & mine
-        return replace(self, live=live, spread=spread, capacity=self.capacity if capacity is None else capacity)
+        return replace(self, live=live, spread=spread)
 
 
 class FeedForward(Protocol):
@@ -423,10 +423,12 @@ class Decoder:
         return Tokens(inputs.kind, self._live(division, rows), spread, self._most(inputs))
 
     def _most(self, inputs: StepInputs) -> int:
-        """Rows that any rank brings to its experts at most, if that is known."""
-        if self.experts is None or not inputs.expert_rows:
+        """Rows that any rank brings to its experts at most, if that is known; see `lockstep_worker.context` for who brings which."""
+        shared = self._cp.size > 1
+        if self.experts is None or not inputs.expert_rows or (shared and inputs.kind is Kind.PREFILL):
             return 0
-        return padded_rows(inputs.expert_rows, self._forms[inputs.kind].layout, self.deterministic)
+        rows = padded_rows(inputs.expert_rows, self._forms[inputs.kind].layout, self.deterministic)
+        return -(-rows // self._cp.size)
 
     def _live(self, division: Division, rows: int) -> torch.Tensor | None:
         count = len(division.token_ids)

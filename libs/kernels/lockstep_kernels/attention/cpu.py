@@ -193,6 +193,7 @@ def _segment(
     arranged = gathered.view(sequences, -1, 2, kv_heads, block_size * head_dim).permute(2, 0, 3, 1, 4)
     wide = torch.empty(2, parts, kv_heads, keys // block_size, block_size * head_dim)
     beyond = (columns.unsqueeze(-1) + torch.arange(block_size)).flatten(1) >= ends
+    keyless = [first + i * new + j for i, n in enumerate(lens) if n == 0 for j in range(new)]
     spans = _decode_spans(lens, keys, first) if new == 1 else _prefill_spans(lens[0], new, first, heads, causal)
     return Segment(
         blocks,
@@ -200,7 +201,7 @@ def _segment(
         list(zip(wide, arranged.expand(wide.shape), strict=True)),
         wide.view(-1, head_dim),
         beyond.unsqueeze(1).expand(2, parts, kv_heads, keys).flatten().nonzero().squeeze(1),
-        first + (ends == 0).expand(sequences, new).flatten().nonzero().squeeze(1),
+        torch.tensor(keyless, dtype=torch.int64),
         _tiles(spans, heads, *wide.view(2, parts, kv_heads, keys, head_dim)),
     )
 
@@ -209,7 +210,9 @@ _Span = tuple[int, int, int, int, torch.Tensor]  # first token, parts, tokens of
 
 
 def _decode_spans(lens: tuple[int, ...], keys: int, first: int) -> list[_Span]:
-    mask = torch.stack([_beyond(n, keys, keys) for n in lens]).unsqueeze(1)
+    mask = torch.zeros(len(lens), 1, keys)
+    ends = torch.tensor([n or keys for n in lens])  # without any key there is nothing to hide: all of them are zeros
+    mask.masked_fill_(torch.arange(keys) >= ends.view(-1, 1, 1), -torch.inf)
     return [(first, len(lens), 1, keys, mask)]
 
 
@@ -233,17 +236,10 @@ def _prefill_spans(total: int, new: int, first: int, heads: tuple[int, int, int,
             mask[:, : count * group] = future.view(parts, -1, TILE)
         else:
             seen = _whole(max(total, 1), TILE)
-            mask[:] = _beyond(total, seen, TILE)
+            mask.masked_fill_(torch.arange(seen - TILE, seen) >= (total or seen), -torch.inf)
         spans.append((first + position - start, parts, count, seen, mask))
         position = until
     return spans
-
-
-def _beyond(total: int, keys: int, last: int) -> torch.Tensor:
-    """The mask of the last so many of `keys` positions, of which `total` are there. Without any there is nothing to hide: all
-    of them are zeros."""
-    positions = torch.arange(keys - last, keys)
-    return torch.zeros(last).masked_fill_(positions >= (total or keys), -torch.inf)
 
 
 def _tiles(

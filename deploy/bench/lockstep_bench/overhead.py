@@ -94,7 +94,7 @@ async def measure(case: Case) -> dict[str, Any]:
     with Fleet() as fleet, _pinned(client_core):
         session, meter, metrics_port = await _start(fleet, case, server_core)
         async with session:
-            _fill(session, case.batch)
+            fill(session, case.batch)
             await session.until(lambda load: load.running == case.batch and load.waiting == 0, timeout=30)
             await asyncio.sleep(WARM_UP_S)
             steady = await _steady(session, meter, metrics_port, case)
@@ -135,7 +135,7 @@ async def _start(fleet: Fleet, case: Case, core: int) -> tuple[SchedulerSession,
     return session, Meter(session, scheduler, worker), metrics_port
 
 
-def _fill(session: SchedulerSession, batch: int) -> None:
+def fill(session: SchedulerSession, batch: int) -> None:
     """Keeps `batch` choices decoding: one that ends at the context's limit is submitted anew."""
     rng = random.Random(0)
 
@@ -153,19 +153,19 @@ def _fill(session: SchedulerSession, batch: int) -> None:
 
 
 async def _steady(session: SchedulerSession, meter: Meter, metrics_port: int, case: Case) -> dict[str, Any]:
-    page = await _scrape(metrics_port)
+    before = await _scrape(metrics_port)
     load = await session.next_load()
     start = await meter.mark()
     await asyncio.sleep(case.seconds)
     end = await meter.mark()
     load_after = await session.next_load()
-    page_after = await _scrape(metrics_port)
+    after = await _scrape(metrics_port)
     seconds, steps = end.at - start.at, (end.tokens - start.tokens) / case.batch
     _check_full(load, load_after, steps / seconds, case)
     cpu = (end.scheduler_cpu - start.scheduler_cpu, end.worker_cpu - start.worker_cpu)
-    plans = page_after["lockstep_plan_lead_seconds_count"] - page["lockstep_plan_lead_seconds_count"]
-    lead = page_after["lockstep_plan_lead_seconds_sum"] - page["lockstep_plan_lead_seconds_sum"]
-    idle = page_after["lockstep_device_idle_seconds_total"] - page["lockstep_device_idle_seconds_total"]
+    plans = after["lockstep_plan_lead_seconds_count"] - before["lockstep_plan_lead_seconds_count"]
+    lead = after["lockstep_plan_lead_seconds_sum"] - before["lockstep_plan_lead_seconds_sum"]
+    idle = after["lockstep_device_idle_seconds_total"] - before["lockstep_device_idle_seconds_total"]
     return {
         "steps_per_s": steps / seconds,
         "cpu_ms_per_step": sum(cpu) / steps * 1e3,
@@ -230,11 +230,16 @@ def _prompt(rng: random.Random) -> list[int]:
     return [rng.randrange(VOCAB) for _ in range(PROMPT_TOKENS)]
 
 
-async def _scrape(port: int) -> dict[str, float]:
+async def page(port: int) -> str:
+    """A scheduler's metrics."""
     status, text = await processes.http_get(HOST, port, "/metrics")
     if status != 200:
         raise Unavailable(f"the scheduler's metrics answered HTTP {status}")
-    return processes.parse_metrics(text)
+    return text
+
+
+async def _scrape(port: int) -> dict[str, float]:
+    return processes.parse_metrics(await page(port))
 
 
 @contextmanager

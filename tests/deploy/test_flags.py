@@ -12,7 +12,8 @@ FLAGS = {
     ("lockstep_cli.config", "UpConfig"): """
         model served_model_name dp cp shards lockstep tensor_parallel_size dtype kv_cache_dtype device max_model_len max_num_seqs
         max_num_batched_tokens block_size kv_cache_memory_gb threads vote_interval_ms seed redis_url host port grpc_port
-        api_key log_dir log_level start_timeout_s enable_eplb eplb_window eplb_interval_s eplb_threshold""",
+        api_key log_dir log_level start_timeout_s num_redundant_experts enable_eplb eplb_window eplb_interval_s
+        eplb_threshold""",
     ("lockstep_scheduler.config", "SchedulerConfig"): f"""{SERVICE}
         advertise workers shards shard vote_timeout shard_id lockstep max_num_seqs max_model_len max_num_batched_tokens max_waiting vote_interval_ms
         prefill_attempt_interval prefill_any_attempt_interval max_window max_prefill_tokens_per_point watermark

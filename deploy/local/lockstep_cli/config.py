@@ -56,6 +56,9 @@ class UpConfig:
     vote_interval_ms: float = setting(
         0.0, "how often running requests make room for waiting ones (0: 40, on a CPU 160)", metavar="MS"
     )
+    num_redundant_experts: int = setting(
+        0, "slots beyond one for each routed expert, over all workers: a hot expert then stands on several", metavar="N"
+    )
     enable_eplb: bool = setting(
         False, "move routed experts between workers while they serve, so that all have the same load"
     )
@@ -87,6 +90,7 @@ class UpConfig:
             self._check(name, at_least=0)
         if self.vote_interval_ms < 0:
             raise ConfigError(f"--vote-interval-ms {self.vote_interval_ms}: must not be negative")
+        self._check("num_redundant_experts", at_least=0)
         self._check("eplb_window", at_least=1)
         self._check("eplb_interval_s", at_least=0)
         self._check("eplb_threshold", at_least=1)

@@ -79,8 +79,9 @@ def has_routed_experts(directory: Path) -> bool:
 def compose(config: UpConfig, directory: Path, machine: Machine, token: str) -> tuple[Service, ...]:
     """All processes in the order in which they are started. `token` is what the services show each other."""
     experts = has_routed_experts(directory)
-    if config.enable_eplb and not experts:
-        raise ConfigError(f"--enable-eplb: {model_name(config, directory)} has no routed experts that could move")
+    if (config.enable_eplb or config.num_redundant_experts) and not experts:
+        flag = "--enable-eplb" if config.enable_eplb else "--num-redundant-experts"
+        raise ConfigError(f"{flag}: {model_name(config, directory)} has no routed experts")
     found = groups(config, experts)
     count = config.dp * config.cp
     addresses = [f"{LOOPBACK}:{port}" for port in machine.ports]
@@ -125,6 +126,7 @@ def _worker(
         "max-num-batched-tokens": config.max_num_batched_tokens,
         "block-size": config.block_size,
         "kv-cache-memory-gb": config.kv_cache_memory_gb,
+        "num-redundant-experts": config.num_redundant_experts,
         "threads": config.threads or max(1, machine.cores // (config.dp * config.cp)),
     }
     return _python(Role.WORKER, f"worker-{number}", "lockstep_worker", address, options, config, env)

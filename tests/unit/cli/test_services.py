@@ -101,8 +101,11 @@ def test_experts_move_only_where_there_are_some(tmp_path: Path, dense: Path) -> 
     assert "--enable-eplb" in scheduler.command and flag(scheduler, "eplb-interval-s") == "5"
     (scheduler,) = of(compose(UpConfig(dp=2), moe, machine(2), "s"), Role.SCHEDULER)
     assert not any("eplb" in argument for argument in scheduler.command)
-    with pytest.raises(ConfigError, match="--enable-eplb"):
-        compose(UpConfig(enable_eplb=True), dense, machine(1), "s")
+    services = compose(UpConfig(dp=2, num_redundant_experts=2), moe, machine(2), "s")
+    assert [flag(worker, "num-redundant-experts") for worker in of(services, Role.WORKER)] == ["2", "2"]
+    for config, name in (UpConfig(enable_eplb=True), "--enable-eplb"), (UpConfig(num_redundant_experts=1), "--num-red"):
+        with pytest.raises(ConfigError, match=name):
+            compose(config, dense, machine(1), "s")
 
 
 def test_experts_inside_a_text_config_and_absent_ones(tmp_path: Path) -> None:

@@ -6,11 +6,12 @@ import argparse
 import asyncio
 import json
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lockstep_bench import engine, peer, routing, shapes
+from lockstep_bench import engine, host_time, peer, routing, shapes
 from lockstep_bench.client import SchedulerSession
 from lockstep_bench.commands import add_output_flags, console, log
 from lockstep_bench.engine import Engine, Settings
@@ -55,6 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--experts",
         action="store_true",
         help="count the distinct experts of a decode step, on an engine started for it",
+    )
+    add(
+        "--host-time",
+        action="store_true",
+        help="what scheduler and worker take of the host for a decode step, by the timeline of an engine started for it",
     )
     add("--peer", choices=("vllm",), help="run the same work on an installed peer, for a ratio side by side")
     add("--peer-venv", type=Path, metavar="DIR", help="virtual environment of the peer (default: this one)")
@@ -119,6 +125,8 @@ async def _measure(
                     await _own(args, settings, works, results)
                     if args.experts:
                         await _experts(args, settings, works, results)
+                    if args.host_time:
+                        await _host_time(args, settings, works, results)
                     if args.peer:
                         await _peer(args, settings, works, results)
                 except LockstepError as error:
@@ -202,6 +210,27 @@ async def _experts(args: argparse.Namespace, settings: Settings, works: Sequence
             found = routing.read(counts, min(work.requests, settings.max_num_seqs))
             results.annotate(settings.name, work.name, "distinct_experts", found)
             results.annotate(settings.name, work.name, "routed_experts", experts)
+
+
+async def _host_time(args: argparse.Namespace, settings: Settings, works: Sequence[Workload], results: Results) -> None:
+    """Runs the decode workloads on a worker that keeps its timeline; what belongs to which is told apart by the clock."""
+    decoding = [work for work in works if work.output > 1]
+    log(f"{settings.name}: host time")
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as scratch:
+        moments, spans = Path(scratch) / "moments.json", []
+        keeping = replace(
+            settings, worker_module="lockstep_bench.host_time", worker_env={host_time.VARIABLE: str(moments)}
+        )
+        async with engine.running(keeping, log, args.log_dir) as started:
+            bench = Bench(started.session, args.seed)
+            await bench.warm_up()
+            for work in decoding:
+                begin = time.perf_counter_ns()
+                await bench.seconds(work)
+                spans.append((work, begin, time.perf_counter_ns()))
+        for work, begin, end in spans:
+            found = host_time.per_step(host_time.read(moments, begin, end), settings.max_window)
+            results.annotate(settings.name, work.name, "host_per_step", found)
 
 
 async def _peer(args: argparse.Namespace, settings: Settings, works: Sequence[Workload], results: Results) -> None:

@@ -16,7 +16,8 @@ from lockstep_kernels.dependent import release, wait
 from lockstep_kernels.linear.kernel import store_tile
 
 MOST_FEW = 64  # rows that the kernel takes
-BLOCK_N, BLOCK_K, WARPS, STAGES = 16, 64, 4, 6  # narrow programs, as there are few columns
+BLOCK_K, WARPS, STAGES = 64, 4, 6
+SHORT_SUM = 1024  # up to which wider programs are worth it, though there are fewer of them
 UNIT = 16  # bytes that whole rows of a weight are a multiple of, if they can be brought ahead
 
 
@@ -100,7 +101,8 @@ def few(
     rows, k = x.shape
     n = out.shape[1]
     pdl = dependent.supported(x.device) if pdl is None else pdl
-    _few[(triton.cdiv(n, BLOCK_N),)](
+    block_n = 32 if k <= SHORT_SUM else 16
+    _few[(triton.cdiv(n, block_n),)](
         x,
         weight,
         x if bias is None else bias,
@@ -110,7 +112,7 @@ def few(
         n,
         K=k,
         ROWS=max(16, triton.next_power_of_2(rows)),
-        BLOCK_N=BLOCK_N,
+        BLOCK_N=block_n,
         BLOCK_K=BLOCK_K,
         GATED=gated,
         BIAS=bias is not None,

@@ -45,13 +45,15 @@ def rebalance(loads: npt.ArrayLike, slots: int, ranks: int, groups: int = 1, nod
 
     1. groups go onto nodes, equally many on each: the heaviest first, each onto the lightest node with room;
     2. within a node each expert gets one slot, and each slot left over goes to the expert with the most load a slot;
-    3. the slots of a node go onto its ranks, equally many on each: the heaviest first, each onto the lightest rank with room.
+    3. the slots of a node go onto its ranks, equally many on each: the heaviest first, each onto the lightest rank with room;
+    4. the heaviest rank swaps a slot with another one while both end up lighter than it was (so for groups and nodes in 1.).
 
     Otherwise the same with one group on one node. Ties go to the lowest number; experts without load count as equals. Each
     expert has at least one slot; two slots of one expert may lie on one rank. It is a heuristic: not always the best, and not
     always better than what was there.
 
-    All layers are planned side by side: (slots - E) + slots + groups rounds of numpy over [L, E] or [L, ranks].
+    All layers are planned side by side: (slots - E) + slots + groups rounds of numpy over [L, E] or [L, ranks], and 16 at most
+    over [L, slots / ranks, slots].
     ValueError if ranks does not divide slots, groups not E, or slots are fewer than E.
     """
     weights = np.asarray(loads, np.float64)
@@ -319,6 +321,8 @@ class Rebalancer:
         layers, experts, slots = facts.moe_layers, facts.routed_expert_count, facts.expert_slots
         self._ranks, self._policy = ranks, policy
         self._groups = facts.expert_groups or 1
+        if experts % self._groups:
+            raise ConfigError(f"{experts} experts do not come in {self._groups} groups of one size")
         if policy.nodes < 1 or ranks % policy.nodes:
             raise ConfigError(f"--eplb-nodes {policy.nodes} does not divide the {ranks} ranks of the group")
         self._nodes = policy.nodes if _keeps_groups(slots, ranks, self._groups, policy.nodes) else 1

@@ -645,6 +645,8 @@ def test_what_does_not_fit_is_said() -> None:
         rebalancer(policy=EplbPolicy(nodes=3))
     with pytest.raises(ConfigError, match="9 expert slots"):
         rebalancer(slots=9)
+    with pytest.raises(ConfigError, match="3 groups"):
+        Rebalancer(facts_of(1, 8, 8, groups=3), 4, 1, QUICK)
 
 
 # -- the vote -----------------------------------------------------------------------------------------------------------

@@ -270,7 +270,11 @@ class Stack:
             await wait_http(HOST, self.router.port, "/readyz", timeout=timeout, processes=processes)
             return
         for scheduler in self.schedulers:
-            await wait_serving(scheduler.address, "lockstep.v1.Scheduler", timeout=timeout, check=self.fleet.check)
+            await wait_serving(scheduler.address, "lockstep.v1.Scheduler", timeout=timeout, check=self._check)
+
+    def _check(self) -> None:
+        for service in (*self.workers, *self.schedulers):
+            service.running.check()
 
     async def idle(self, scheduler: int = 0, timeout: float = 10.0) -> None:
         """Nothing runs or waits, and no block is owned."""

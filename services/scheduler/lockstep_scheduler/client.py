@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -36,6 +37,16 @@ from lockstep_proto.v1 import worker_pb2, worker_pb2_grpc
 _STATE = worker_pb2.WorkerStatus
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A worker that has loaded its model: the highest epoch and term it accepted, whether it still is in that epoch's group."""
+
+    epoch: int
+    term: int
+    in_group: bool
+    facts: WorkerFacts
+
+
 class WorkerClient:
     """One worker. Every wait is bounded by the caller; errors are LockstepErrors that name the worker's address."""
 
@@ -51,8 +62,8 @@ class WorkerClient:
         self._tasks: list[asyncio.Task[None]] = []
         self._watching: asyncio.Task[None] | None = None
 
-    async def loaded(self, timeout: float) -> tuple[int, int, WorkerFacts]:
-        """Waits until the worker has loaded its model; returns the highest epoch and term that it accepted, and its facts."""
+    async def loaded(self, timeout: float) -> Found:
+        """Waits until the worker has loaded its model."""
         last = "no answer"
         try:
             async with asyncio.timeout(timeout):
@@ -64,7 +75,8 @@ class WorkerClient:
                             if status.state == _STATE.FAILED:
                                 raise Unavailable(f"worker {self.address} failed: {status.message}")
                             if status.state in (_STATE.WAITING, _STATE.READY):
-                                return status.epoch, status.term, read_facts(status.facts)
+                                in_group = status.state == _STATE.READY
+                                return Found(status.epoch, status.term, in_group, read_facts(status.facts))
                     except grpc.aio.AioRpcError as error:
                         last = error.details() or error.code().name
                     finally:

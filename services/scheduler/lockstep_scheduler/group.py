@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from lockstep_common.errors import ConfigError, Conflict, LockstepError
 from lockstep_common.steps import ExpertLoads, GroupConfig, Header, PlanOutcome, WorkerFacts
-from lockstep_scheduler.client import WorkerClient, WorkerGroup, open_headers
+from lockstep_scheduler.client import Found, WorkerClient, WorkerGroup, open_headers
 from lockstep_scheduler.config import SchedulerConfig
 from lockstep_scheduler.loop import StepLoop
 from lockstep_scheduler.polls import divide
@@ -94,17 +94,17 @@ class GroupSupervisor:
         seen = await asyncio.gather(*(client.loaded(config.load_timeout) for client in self._clients))
         if self._hub is not None:
             await self._hub.complete(JOIN_TIMEOUT)
-        order = seats([client.address for client in self._clients], [facts for _, _, facts in seen])
+        order = seats([client.address for client in self._clients], [found.facts for found in seen])
         self._clients, seen = [self._clients[i] for i in order], [seen[i] for i in order]
-        models = [facts for _, _, facts in seen]
+        models = [found.facts for found in seen]
         cp = models[0].cp
         dp = len(models) // cp
         self._drivers = self._clients[::cp]
         self._divided(dp)
-        self._epoch = max(self._epoch, *(epoch for epoch, _, _ in seen)) + 1
-        self._term = max(self._term, *(term for _, term, _ in seen), 1)
+        self._epoch = max(self._epoch, *(found.epoch for found in seen)) + 1
+        self._term = max(self._term, *(found.term for found in seen), 1)
         self._lost, self._why = asyncio.Event(), None
-        await self._close_open_plans([epoch for epoch, _, _ in seen[::cp]])
+        await self._close_open_plans(seen)
         if dp > 1 and config.lockstep == "auto" and not models[0].routed_experts:
             raise ConfigError(
                 f"{models[0].model} has no routed experts, so workers gain nothing from stepping together: run one scheduler "
@@ -170,13 +170,12 @@ class GroupSupervisor:
         except ValueError as error:
             raise ConfigError(f"--shards: {error}") from None
 
-    async def _close_open_plans(self, epochs: list[int]) -> None:
+    async def _close_open_plans(self, seen: Sequence[Found]) -> None:
         """Lets every rank come out of the plans that a scheduler before this one had sent to some of them only."""
-        if len(set(epochs)) > 1 or epochs[0] == 0:
-            return  # a worker is new: the old group is broken, and its collectives fail by themselves
-        attached = await asyncio.gather(
-            *(client.attach(epochs[0], self._term, ATTACH_TIMEOUT) for client in self._drivers)
-        )
+        epoch = seen[0].epoch
+        if any(found.epoch != epoch or not found.in_group for found in seen):
+            return  # the old group is broken, and its collectives fail by themselves
+        attached = await asyncio.gather(*(client.attach(epoch, self._term, ATTACH_TIMEOUT) for client in self._drivers))
         highest = max(a.accepted for a in attached)
         await asyncio.gather(
             *(

@@ -174,6 +174,7 @@ class Runner:
             timeout_s=self._timeout_s,
             report=self.report,
             nccl=loaded.nccl,
+            debug=self._debug_collectives,
         )
         self._lag = 0 if loaded.mark is None or group.cp > 1 else _LAG  # CP ranks must learn of ends at the same step
         with torch.inference_mode():

@@ -7,9 +7,10 @@ recorded; GroupLost says in which one the group broke. Tensors travel as bytes, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch.distributed import (  # type: ignore[attr-defined]
@@ -22,8 +23,10 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from lockstep_common.errors import Unsupported
-from lockstep_worker.collectives.record import Recorder
+from lockstep_worker.collectives.record import CollectiveId, Recorder
 from lockstep_worker.protocol import GroupLost
+
+_KEY_BYTES: Final = 128
 
 
 class Communicator(Protocol):
@@ -116,43 +119,66 @@ class Alone:
 class _OverGroup:
     """A communicator over one of torch's process groups."""
 
+    _on_host = True
+
     def __init__(self, scope: str, group: Any, recorder: Recorder, rank: int, size: int) -> None:
         self._scope = scope
         self.rank, self.size = rank, size
+        self.compared: tuple[str, ...] = ()  # names of the ranks, if they compare which collective each of them begins
         self._group = group
         self._recorder = recorder
 
+    @contextmanager
+    def _during(self, name: str) -> Iterator[None]:
+        with self._recorder.during(name, self._scope) as collective:
+            if self.compared:
+                self._compare(collective)
+            yield
+
+    def _compare(self, mine: CollectiveId) -> None:
+        """GroupLost names the first rank that begins another collective: sizes that do not fit would end processes."""
+        key = torch.zeros(_KEY_BYTES, dtype=torch.uint8)
+        data = mine.key.encode()[:_KEY_BYTES]
+        key[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        outgoing = key if self._on_host else key.cuda()
+        result = outgoing.new_empty(self.size * _KEY_BYTES)
+        self._call(mine.name, self._call(mine.name, lambda: self._group._allgather_base(result, outgoing)).wait)
+        for theirs, peer in zip(result.cpu().view(self.size, -1), self.compared, strict=True):
+            if not torch.equal(theirs, key):
+                other = bytes(theirs.tolist()).rstrip(b"\0").decode(errors="replace")
+                raise GroupLost(f"out of step: {peer} had {other} where this rank had {mine.key}")
+
     def all_gather(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        with self._recorder.during(name, self._scope):
+        with self._during(name):
             return self._finish(name, *self._begin_gather(name, x))
 
     def all_gather_later(self, name: str, x: torch.Tensor) -> Callable[[], torch.Tensor]:
-        with self._recorder.during(name, self._scope):
+        with self._during(name):
             return self._later(name, *self._begin_gather(name, x))
 
     def all_to_all(self, name: str, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
-        with self._recorder.during(name, self._scope):
+        with self._during(name):
             return self._finish(name, *self._begin_all_to_all(name, x, sent, received))
 
     def all_to_all_later(
         self, name: str, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]
     ) -> Callable[[], torch.Tensor]:
-        with self._recorder.during(name, self._scope):
+        with self._during(name):
             return self._later(name, *self._begin_all_to_all(name, x, sent, received))
 
     def swap(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        with self._recorder.during(name, self._scope):
+        with self._during(name):
             return self._finish(name, *self._begin_swap(name, x))
 
     def swap_later(self, name: str, x: torch.Tensor) -> Callable[[], torch.Tensor]:
-        with self._recorder.during(name, self._scope):
+        with self._during(name):
             return self._later(name, *self._begin_swap(name, x))
 
     def broadcast(self, name: str, x: torch.Tensor, source: int = 0) -> torch.Tensor:
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
         data = self._outgoing(x)
-        with self._recorder.during(name, self._scope):
+        with self._during(name):
             work = self._call(name, lambda: self._group.broadcast([data], options))
             return self._finish(name, work, lambda: self._over(x, data))
 
@@ -160,7 +186,7 @@ class _OverGroup:
         options = AllreduceOptions()
         options.reduceOp = ReduceOp.MAX  # type: ignore[assignment]
         data = self._numbers(x)
-        with self._recorder.during(name, self._scope):
+        with self._during(name):
             work = self._call(name, lambda: self._group.allreduce([data], options))
             return self._finish(name, work, lambda: x if data is x else x.copy_(data))
 
@@ -267,6 +293,8 @@ class OverNccl(_OverGroup):
         group._set_default_backend(ProcessGroup.BackendType.NCCL)
         group._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, self._group)
         return group
+
+    _on_host = False
 
     def close(self) -> None:
         self._group.abort()

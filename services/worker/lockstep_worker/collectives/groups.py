@@ -160,10 +160,12 @@ def form(
     timeout_s: float,
     report: Callable[[str], None],
     nccl: bool = True,
+    debug: bool = False,
 ) -> Group:
     """Joins the group of `config`: a group of one at once, a coupled one when everybody is there.
 
-    `nccl`: devices talk to each other; else through their hosts, as ranks must that share a GPU. Conflict: unequal config
+    `nccl`: devices talk to each other; else through their hosts, as ranks must that share a GPU. `debug`: before each collective
+    through the hosts all compare which one they begin. Conflict: unequal config
     hashes; DeadlineExceeded: names the missing ranks.
     """
     place = Place(config.dp, config.cp, config.rank)
@@ -187,7 +189,10 @@ def form(
         if of_device and nccl and device.type == "cuda":
             return OverNccl(scope, named, recorder, rank, size, timeout=timeout)
         patience = timedelta(seconds=GIVEN_UP * deadline_s)
-        return OverHost(scope, named, recorder, rank, size, host=host, timeout=patience)
+        communicator = OverHost(scope, named, recorder, rank, size, host=host, timeout=patience)
+        if debug and scope != "control":
+            communicator.compared = peers if size == place.size else peers[place.rank - rank :][:size]
+        return communicator
 
     try:
         everybody = over("everybody", place.rank, place.size, of_device=False)

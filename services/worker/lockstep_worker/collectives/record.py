@@ -77,12 +77,10 @@ class Recorder:
         """The open collective and when it began, on time.monotonic; None if there is none."""
         return self._open
 
-    def keys(self, most: int) -> list[str]:
-        """The keys of the last collectives, the open one at the end."""
-        with self._lock:
-            done = [record.id.key for record in self._done]
+    def keys(self) -> list[str]:
+        """The keys of the present plan's collectives, the open one at the end."""
         opened = self._open
-        return [*done, *([opened[0].key] if opened else [])][-most:]
+        return [*self.of_plan(self._seq), *([opened[0].key] if opened else [])]
 
     def of_plan(self, seq: int) -> list[str]:
         """The keys of all collectives of a plan, if it was one of the last."""

@@ -9,13 +9,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Protocol
 
 from lockstep_worker.collectives.record import CollectiveId, Recorder, scope_of
 
 log = logging.getLogger(__name__)
-
-_TOLD: Final = 256  # collectives that ranks tell each other about
 
 
 class Board(Protocol):
@@ -31,7 +29,7 @@ class Board(Protocol):
 class Watchdog:
     """Reports once for each collective that stays open longer than the deadline.
 
-    Every rank that waits posts what it has been through; after a grace period, whoever has posted nothing has not arrived, and
+    Every rank that waits posts what its present plan has been through; after a grace period, whoever has posted nothing has not arrived, and
     whoever is in another collective is out of step.
     """
 
@@ -86,7 +84,7 @@ class Watchdog:
         return f"{collective} has waited {time.monotonic() - start_s:.1f} s; {who}"
 
     def _who_is_missing(self) -> str:
-        mine = self._recorder.keys(_TOLD)
+        mine = self._recorder.keys()
         try:
             self._board.post(self._rank, "\n".join(mine))
             self._stop.wait(self._deadline_s / 2)  # the others notice at about the same time

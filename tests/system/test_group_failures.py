@@ -1,0 +1,119 @@
+"""What the loss of one of four workers costs the group: the others name it, none of them restarts, and the group forms again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep_bench.client import Request, SchedulerSession
+from lockstep_common.errors import LockstepError
+from lockstep_common.steps import Sampling
+from tests.moe_model import make_tiny_moe
+from tests.system.harness import Stack, stack
+
+LONG = Sampling(max_tokens=700)
+DEADLINE_S = 2.0
+NAMED_WITHIN_S = 3 * DEADLINE_S  # the deadline, the grace in which ranks tell each other, and a busy machine
+FAULTY = "tests.faulty_worker"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_moe(tmp_path_factory.mktemp("group-failures") / "moe")
+
+
+@asynccontextmanager
+async def busy_group(model: Path, **options: Any) -> AsyncIterator[tuple[Stack, SchedulerSession, asyncio.Task[Any]]]:
+    """Two by two workers, and a request that runs."""
+    worker = {"collective_deadline_s": DEADLINE_S, "max_num_seqs": 4, **options.pop("worker", {})}
+    group = {"coupled": 2, "cp": 2, "with_router": False, "scheduler": {"max_num_seqs": 4, "max_window": 4}}
+    async with stack(model, worker=worker, **group, **options) as s, s.session() as session:
+        request = session.submit([3, 4, 5], LONG)
+        async for _ in request:
+            break
+        yield s, session, asyncio.create_task(to_its_end(request))
+
+
+async def to_its_end(request: Request) -> None:
+    async for _ in request:
+        pass
+
+
+def logs(s: Stack, *numbers: int) -> str:
+    return "\n".join(s.workers[i].running.log.read_text() for i in numbers)
+
+
+async def until_logged(s: Stack, pattern: str, *numbers: int, within_s: float = NAMED_WITHIN_S) -> None:
+    """Every one of these workers has logged it."""
+    end = time.monotonic() + within_s
+    while not all(re.search(pattern, logs(s, i)) for i in numbers):
+        assert time.monotonic() < end, f"no {pattern!r} within {within_s} s:\n{logs(s, *numbers)[-3000:]}"
+        await asyncio.sleep(0.1)
+
+
+async def serves_again(s: Stack) -> None:
+    await s.until_ready()
+    async with s.session() as session:
+        end = time.monotonic() + 60
+        while True:
+            try:
+                answer = await session.submit([3, 4, 5], replace(LONG, max_tokens=8)).answer()
+                break
+            except LockstepError:
+                assert time.monotonic() < end
+                await asyncio.sleep(0.3)
+        assert len(answer.tokens[0]) == 8
+
+
+async def test_a_killed_worker_is_named_and_the_others_serve_on_with_a_new_one(model: Path) -> None:
+    async with busy_group(model) as (s, _, running):
+        survivors = [s.workers[i].running.pid for i in (0, 1, 3)]
+        s.workers[2].running.kill()
+        with pytest.raises(LockstepError, match=re.escape(s.workers[2].address)):
+            await asyncio.wait_for(running, 30)
+        s.workers[2].start()
+        await serves_again(s)
+        assert [s.workers[i].running.pid for i in (0, 1, 3)] == survivors
+        assert all(s.workers[i].running.returncode is None for i in (0, 1, 3))
+
+
+@pytest.mark.slow
+async def test_a_stopped_worker_is_named_by_the_others_and_comes_back(model: Path) -> None:
+    async with busy_group(model) as (s, _, running):
+        pids = [worker.running.pid for worker in s.workers]
+        s.workers[2].running.signal(signal.SIGSTOP)
+        try:
+            await until_logged(s, f"missing: {re.escape(s.workers[2].address)}", 0, 1)
+            with pytest.raises(LockstepError):
+                await asyncio.wait_for(running, 30)
+            await asyncio.sleep(20 - NAMED_WITHIN_S)
+        finally:
+            s.workers[2].running.signal(signal.SIGCONT)
+        await serves_again(s)
+        assert [worker.running.pid for worker in s.workers] == pids
+        assert all(worker.running.returncode is None for worker in s.workers)
+
+
+@pytest.mark.slow
+async def test_a_worker_that_skips_a_collective_is_named_with_what_it_skipped(model: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "fault.json"
+    plan.write_text(json.dumps({"rank": 2, "skip": "experts 1, rows", "after": 40}))
+    async with busy_group(model, worker_module=FAULTY, worker={"fault": plan, "debug_collectives": True}) as (
+        s,
+        _,
+        running,
+    ):
+        with pytest.raises(LockstepError):
+            await asyncio.wait_for(running, 60)
+        named = f"out of step: {re.escape(s.workers[2].address)} had .*experts 1, results where this rank had .*experts 1, rows"
+        await until_logged(s, named, 0, 1, 3)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lockstep_cli import models
@@ -43,6 +44,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+PROSE = """\
+The lighthouse stood on the last rock before the open sea. Every evening the keeper climbed the stairs, lit the lamp and
+wrote down the weather in a thick book. In winter the waves came up to the door, and for weeks no boat could land. Then he
+mended nets, baked bread and read the letters that his sister had sent him in the summer. When the storms were over, the
+first ship brought flour, oil and newspapers, and a child who wanted to know how far the light could be seen."""
 
 
 def quiet(label: str, fraction: float, note: str = "") -> None:
@@ -257,4 +265,16 @@ def test_the_sparse_chat_model(chat_model: Path, tmp_path: Path) -> None:
     tokens += greedy(small(made), tokens, 32)
     ours, theirs = logits(small(made), tokens), oracle(made, tokens)
     assert (ours.argmax(1) == theirs.argmax(1)).float().mean() > 0.95, "a choice of experts may be a near tie"
-    assert (ours - oracle(chat_model, tokens)).std() < 0.5 * theirs.std(), "and it is still much like the dense model"
+    file = made / "model.safetensors"
+    tensors = load_file(file)
+    fitted = surprise(made)
+    save_file({k: v.roll(1, 0) if k.endswith("gate.weight") else v for k, v in tensors.items()}, file)
+    assert fitted < surprise(chat_model) + 1.5, "it is still much like the dense model"
+    assert fitted < surprise(made) - 0.2, "not only thanks to its shared experts"
+
+
+def surprise(directory: Path) -> float:
+    """Nats a token of prose."""
+    ids = Tokenizer.from_file(str(directory / "tokenizer.json")).encode(PROSE).ids
+    found = logits(small(directory), ids)[:-1].log_softmax(1).gather(1, torch.tensor(ids[1:])[:, None])
+    return -float(found.mean())

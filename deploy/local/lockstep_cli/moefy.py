@@ -203,7 +203,12 @@ class _Stored:
         return self.take(prefix + name).float()
 
     def block(self, prefix: str) -> Block:
-        return Block(*(self.take(f"{prefix}{name}_proj.weight") for name in ("gate", "up", "down")))
+        """Raises ConfigError if it is not all there, or has more than experts have."""
+        names = [f"{prefix}{name}_proj.weight" for name in ("gate", "up", "down")]
+        for name in self._dtypes:
+            if name.startswith(prefix) and name not in names:
+                raise ConfigError(f"{self._checkpoint.directory}: tensor {name} has no place in an expert")
+        return Block(*(self.take(name) for name in names))
 
     def outside(self, layers: int) -> Iterator[str]:
         """Names of the tensors that belong to none of the layers."""

@@ -276,6 +276,9 @@ def test_tensors_that_cannot_be_cut_are_named(dense: Path, tmp_path: Path) -> No
     save_file(tensors | {"model.norm.weight": torch.ones(64, dtype=torch.int8)}, file)
     with pytest.raises(ConfigError, match=r"model\.norm\.weight is I8"):
         moefy(dense, tmp_path, plan(dense, Recipe()), None, SILENT)
+    save_file(tensors | {"model.layers.0.mlp.up_proj.bias": torch.ones(128)}, file)
+    with pytest.raises(ConfigError, match=r"model\.layers\.0\.mlp\.up_proj\.bias has no place"):
+        moefy(dense, tmp_path, plan(dense, Recipe()), None, SILENT)
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, file)
     with pytest.raises(ConfigError, match=r"model\.layers\.1\.mlp\.up_proj\.weight is missing"):

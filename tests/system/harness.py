@@ -322,7 +322,11 @@ async def stack(
                 settings["lockstep"] = "always"
             ports = [free_port() for _ in range(shards)]
             for shard, port in enumerate(ports):
-                place = {"shards": ",".join(f"{HOST}:{p}" for p in ports), "shard": shard} if shards > 1 else {}
+                place: dict[str, Any] = (
+                    {"shards": ",".join(f"{HOST}:{p}" for p in ports), "shard": shard} if shards > 1 else {}
+                )
+                if shard and "metrics_port" in settings:
+                    place["metrics_port"] = 0  # the coordinator's
                 label = f"scheduler{len(schedulers)}"
                 schedulers.append(Service(fleet, label, "lockstep_scheduler", settings | place, port))
                 schedulers[-1].start()

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from lockstep_bench.client import Answer, Request, SchedulerSession
+from lockstep_bench.processes import HOST, free_port, http_get, parse_metrics
 from lockstep_common.errors import LockstepError, Unavailable
 from lockstep_common.steps import Sampling
+from tests.moe_model import make_tiny_moe
 from tests.scripted_worker import toy_output
-from tests.system.harness import Stack, gather_in_order, scripted
+from tests.system.harness import Stack, gather_in_order, scripted, stack
 from tests.tiny_model import Shape, make_tiny_model
 
 VOCAB = Shape().vocab
@@ -86,6 +88,40 @@ async def test_sessions_on_both_shards_get_right_answers(model: Path) -> None:
         for shard in range(2):
             await s.idle(shard)
         s.fleet.check()
+
+
+async def test_experts_of_a_real_group_move_by_the_loads_of_both_shards(tmp_path: Path) -> None:
+    """2 x 1 real workers that share the experts, a scheduler for each: answers are those of one worker while layers move, which
+    they do only if the coordinator hears of the other shard's loads."""
+    moe = make_tiny_moe(tmp_path / "moe", layers=2)
+    prompts = [[i, 2 * i, 3] for i in range(8)]
+
+    async def together(sessions: Sequence[SchedulerSession], salt: str) -> list[tuple[tuple[int, ...], ...]]:
+        jobs = [
+            sessions[i % len(sessions)].submit(prompt, Sampling(max_tokens=40), salt=f"{salt}{i}").answer()
+            for i, prompt in enumerate(prompts)
+        ]
+        return [answer.tokens for answer in await gather_in_order(*jobs)]
+
+    async with stack(moe, with_router=False) as s, s.session() as session:
+        wanted = await together([session], "")
+    port = free_port()
+    eager = {
+        "enable_eplb": True, "eplb_interval_s": 0.1, "eplb_threshold": 1.0, "eplb_window": 50, "expert_load_interval_s": 0.05,
+        "max_window": 4, "metrics_port": port,
+    }  # fmt: skip
+    async with (
+        stack(moe, coupled=2, shards=2, with_router=False, scheduler=eager, worker={"num_redundant_experts": 4}) as s,
+        s.session(0) as first,
+        s.session(1) as second,
+    ):
+        for number in range(4):
+            assert await together([first, second], f"both{number}") == wanted
+            assert await together([second], f"second{number}") == wanted
+        _, page = await http_get(HOST, port, "/metrics")
+        assert parse_metrics(page)["lockstep_expert_layers_moved_total"] >= 1, (
+            "nothing moved: the test compared nothing"
+        )
 
 
 async def test_routers_see_each_shard_as_a_scheduler_of_the_model(model: Path) -> None:

@@ -1,5 +1,9 @@
-"""Groups of two workers on CUDA: the tokens of one worker on the CPU. Needs a GPU; with two, NCCL joins them and decode steps are
-captured with their collectives; with one, both workers share it and talk through their host."""
+"""Groups of two workers on CUDA give the tokens of one worker. Needs a GPU; with two, NCCL joins them and decode steps are captured
+with their collectives; with one, both workers share it and talk through their host.
+
+In bfloat16, as the experts' products take it. Parts of sums are rounded before they are added, so a choice that is nearly a tie may
+fall otherwise; the model's logits lie apart, so few do.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +17,15 @@ import torch
 from lockstep_bench.client import Answer
 from tests.moe_model import Form, MoeShape, make_tiny_moe
 from tests.system.harness import stack
-from tests.system.test_parallel import assert_same, together
+from tests.system.test_parallel import together
 
 pytestmark = pytest.mark.gpu
 
 GPUS = torch.cuda.device_count()
 SHAPE = MoeShape(hidden=128, heads=4, expert_width=64)  # heads of 32: what the kernels take
 GROUPS = [(2, 1), (1, 2)]
+TOLERANCE = 0.15  # of a log probability: a few roundings of 2^-9 in each layer, of logits that are spread by about 8
+LEAST_EQUAL = 0.8  # of all tokens, up to the first that differs in each request
 
 
 @pytest.fixture(scope="module", params=["qwen3-moe", "deepseek-v3"])
@@ -31,7 +37,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def answers(model: Path, dp: int, cp: int, device: str, **worker: Any) -> list[Answer]:
     async def run() -> list[Answer]:
         scheduler = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_window": 4}
-        flags = {"device": device, "dtype": "float32", "max_num_seqs": 8, "block_size": 16, **worker}
+        flags = {"device": device, "dtype": "bfloat16", "max_num_seqs": 8, "block_size": 16, **worker}
         group = {"coupled": dp, "cp": cp, "gpus": GPUS if device == "cuda" else 0}
         async with (
             stack(model, worker=flags, scheduler=scheduler, with_router=False, **group) as s,
@@ -47,16 +53,27 @@ def answers(model: Path, dp: int, cp: int, device: str, **worker: Any) -> list[A
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> list[Answer]:
-    return answers(model, 1, 1, "cpu")
+    return answers(model, 1, 1, "cuda")
+
+
+def assert_close(found: list[Answer], expected: list[Answer], where: str) -> None:
+    equal = total = 0
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        pairs = list(zip(a.tokens[0], b.tokens[0], strict=False))
+        same = next((n for n, (x, y) in enumerate(pairs) if x != y), len(pairs))
+        equal, total = equal + same, total + len(b.tokens[0])
+        for p, q in zip(a.logprobs[0][:same], b.logprobs[0][:same], strict=True):
+            assert abs(p - q) < TOLERANCE, f"{where}: request {i}"
+    assert equal >= LEAST_EQUAL * total, f"{where}: {equal} of {total} tokens are equal"
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize(("dp", "cp"), GROUPS)
 def test_two_gpus_over_nccl(model: Path, expected: list[Answer], dp: int, cp: int, eager: bool) -> None:
-    assert_same(answers(model, dp, cp, "cuda", enforce_eager=eager), expected, f"{dp} x {cp}")
+    assert_close(answers(model, dp, cp, "cuda", enforce_eager=eager), expected, f"{dp} x {cp}")
 
 
 @pytest.mark.parametrize(("dp", "cp"), GROUPS)
 def test_two_workers_that_share_a_gpu(model: Path, expected: list[Answer], dp: int, cp: int) -> None:
-    assert_same(answers(model, dp, cp, "cuda", collectives="gloo"), expected, f"{dp} x {cp}")
+    assert_close(answers(model, dp, cp, "cuda", collectives="gloo"), expected, f"{dp} x {cp}")

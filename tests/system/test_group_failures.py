@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,12 +23,19 @@ from lockstep_bench.client import Request, SchedulerSession
 from lockstep_common.errors import LockstepError
 from lockstep_common.steps import Sampling
 from tests.moe_model import make_tiny_moe
-from tests.system.harness import Stack, stack
+from tests.system.harness import ROOT, Stack, stack
 
 LONG = Sampling(max_tokens=700)
 DEADLINE_S = 2.0
 NAMED_WITHIN_S = 3 * DEADLINE_S  # the deadline, the grace in which ranks tell each other, and a busy machine
 FAULTY = "tests.faulty_worker"
+
+
+def can_unshare() -> bool:
+    """Whether this process may make network namespaces."""
+    if os.geteuid() != 0 or not (shutil.which("unshare") and shutil.which("ip")):
+        return False
+    return subprocess.run(["unshare", "--net", "ip", "link", "set", "lo", "up"], capture_output=True).returncode == 0
 
 
 @pytest.fixture(scope="module")
@@ -117,3 +128,14 @@ async def test_a_worker_that_skips_a_collective_is_named_with_what_it_skipped(mo
             await asyncio.wait_for(running, 60)
         named = f"out of step: {re.escape(s.workers[2].address)} had .*experts 1, results where this rank had .*experts 1, rows"
         await until_logged(s, named, 0, 1, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_unshare(), reason="needs the right to make network namespaces")
+def test_a_cut_link_is_named_and_the_group_forms_again_when_it_is_joined(model: Path) -> None:
+    command = ["unshare", "--net", sys.executable, "-m", "tests.system.cut_link", str(model)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["named_after_s"] < NAMED_WITHIN_S, found["log"]
+    assert found["error"] and found["tokens"] == 8 and found["restarted"] == [False, False], found

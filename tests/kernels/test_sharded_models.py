@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from lockstep_common.errors import ConfigError
 from lockstep_common.steps import Header, Kind
 from lockstep_worker.collectives import Group
 from lockstep_worker.exchange.placement import WHOLE, Sharding
 from lockstep_worker.models import Model, load_model
+from lockstep_worker.weights import CONFIG, SINGLE
 from tests.kernels.oracles import VOCAB, build
 from tests.kernels.sequences import EVERY, Sequences
+from tests.kernels.test_fp8_oracles import BLOCKS, ROWS, in_8_bits
 from tests.kernels.test_oracles_deepseek import V2, V3
 from tests.kernels.test_oracles_moe import GLM4_MOE, MIXTRAL, QWEN3_MOE
 from tests.ranks import run_ranks
@@ -174,3 +178,32 @@ def test_a_worker_reads_its_own_experts_only(directory: Path) -> None:
 def test_slots_that_cannot_be_shared_out_name_the_setting(directory: Path) -> None:
     with pytest.raises(ConfigError, match="not a multiple of 3 ranks: choose the number of redundant experts"):
         load(directory, Sharding(3, 0))
+
+
+@pytest.mark.parametrize("form", ["one tensor for all experts", "e4m3, scales by blocks", "e4m3, scales by rows"])
+def test_experts_in_any_stored_form_are_shared_out_moved_and_read_again(form: str, tmp_path: Path) -> None:
+    oracle = build(*CASES["qwen3-moe"], tmp_path)
+    file = tmp_path / SINGLE
+    if form.startswith("one tensor"):
+        save_file({k: v.contiguous() for k, v in oracle.state_dict().items()}, file, metadata={"format": "pt"})
+    else:
+        blocks = form.endswith("blocks")
+        stored, _ = in_8_bits(load_file(file), blocks, ("_proj.weight",))
+        save_file(stored, file, metadata={"format": "pt"})
+        config = json.loads((tmp_path / CONFIG).read_text())
+        (tmp_path / CONFIG).write_text(json.dumps(config | {"quantization_config": BLOCKS if blocks else ROWS}))
+    want = expected(load(tmp_path))
+
+    def work(group: Group) -> float:
+        rank = Rank(group, load(tmp_path, Sharding(2, group.place.rank, 2)))
+        experts = rank.model.experts
+        assert experts is not None
+        rank.prefill(0, 10, want)
+        experts.move(0, [1, 7, 6, 5, 4, 3, 2, 1, 0, 2])
+        rank.prefill(10, 30, want)
+        rank.model.join(group)  # a new epoch: places as they were loaded
+        for step in range(STEPS):
+            rank.decode(step, want)
+        return rank.error
+
+    assert max(run_ranks(2, 1, work)) < TOLERANCE

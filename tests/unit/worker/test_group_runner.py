@@ -38,14 +38,14 @@ def choices(count: int = 4) -> dict[int, Choice]:
     }
 
 
-def open_runner(model: Path, place: Place, port: int) -> Runner:
+def open_runner(model: Path, place: Place, port: int, *, redundant: int = 0) -> Runner:
     loaded = Loaded(
         load_model(
             model,
             dtype=torch.float32,
             device=CPU,
             deterministic=False,
-            sharding=Sharding(ranks=place.size, rank=place.rank),
+            sharding=Sharding(ranks=place.size, rank=place.rank, redundant=redundant),
         ),
         TokenSampler,
         "tiny",

@@ -72,6 +72,17 @@ def test_messages_and_the_host_take_time() -> None:
     assert simulation.seen.first[0] == pytest.approx(expected, abs=1e-6)
 
 
+def test_late_commit_keeps_the_device_busy() -> None:
+    """With a round trip of 4 ms and steps of 10 the next plan is composed in the last step, and is there when that ends; one
+    that is composed when the plan before has ended would cost 3 steps of idle device in 20."""
+    simulation = simulate(case(options={"max_window": 4}, rtt_s=0.004), [Asked(0.0, 30, 200)])
+    check_conserved(simulation)
+    busy = sum(simulation.workers.totals.seconds.values())
+    assert busy == pytest.approx(PASS + 199 * STEP)
+    assert simulation.end < busy + 0.03
+    assert simulation.loop.stats.leads > 0 and simulation.loop.pace.turnaround < 0.010
+
+
 def test_a_lone_rank_holds_all_others_in_its_step() -> None:
     """Two ranks, one request: the other one takes every step as a placeholder."""
     simulation = simulate(case(2), [Asked(0.0, 30, 10)])
@@ -135,6 +146,14 @@ def test_the_same_seed_gives_the_same_run() -> None:
 def test_shared_beginnings_are_found() -> None:
     drawn = Drawn(40, Lengths("fixed", 64), Lengths("fixed", 4), rate=20, prefix_share=0.5)
     assert figures.row(simulate(case(), draw(drawn)))["cached_share"] == pytest.approx(0.5 * 39 / 40)
+
+
+def test_many_ranks() -> None:
+    """One request for each eighth rank; all take every step together."""
+    engine = {"max_rows": 2, "kv_tokens": 512}
+    simulation = simulate(case(128, engine), [Asked(0.0, 30, 4) for _ in range(16)])
+    check_conserved(simulation)
+    assert figures.row(simulation)["placeholder_steps_share"] == pytest.approx(7 / 8)
 
 
 def test_a_closed_loop_keeps_so_many_requests() -> None:
@@ -232,6 +251,13 @@ def test_the_command_sweeps_and_keeps_its_figures(tmp_path: Path, capsys: pytest
         (8, 4),
     ]
     assert all(row["ended"] == 20 for row in doc["rows"])
+
+
+def test_the_command_draws(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "latencies.svg"
+    assert main(["--model", "smollm2-135m", "--requests", "5", "--plot", str(path)]) == 0
+    assert path.stat().st_size > 1000
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,8 @@ def run(args: argparse.Namespace) -> int:
     theta = fit(cells)
     fitted = predict(cells, theta)
     left_out = np.array([predict([c], fit([o for o in cells if o is not c], theta))[0] for c in cells])
-    simulated = np.array([_offline(row, engine, looped, rates(theta)).end for row in rows])
+    runs = [_offline(row, engine, looped, rates(theta)) for row in rows]
+    simulated, planned = np.array([one.end for one in runs]), [one.loop.host.plans for one in runs]
     measured = np.array([c.seconds for c in cells])
     table = [
         {
@@ -205,9 +206,11 @@ def run(args: argparse.Namespace) -> int:
             "left_out_error": o / m - 1,
             "simulated_s": s,
             "simulated_error": s / row["s"] - 1,
+            "simulated_plans": plans,
+            "measured_plans": row["counters"]["plans"] / len(row["runs_s"]),
         }
-        for row, c, m, f, o, s in zip(
-            rows, cells, *(a.tolist() for a in (measured, fitted, left_out, simulated)), strict=True
+        for row, plans, c, m, f, o, s in zip(
+            rows, planned, cells, *(a.tolist() for a in (measured, fitted, left_out, simulated)), strict=True
         )
     ]
     wall = np.array([row["s"] for row in rows])

@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dp", type=int, default=0, help="DP ranks (default: the cost model's)")
     add("--cp", type=int, default=0, help="context parallel ranks of each")
     add("--imbalance", type=float, default=0.0, help="heaviest rank's expert load over the mean")
+    add("--link-gb-s", type=float, default=0.0, help="dispatch and combine: GB/s of a GPU in one direction")
     add("--trace", type=Path, metavar="FILE", help="requests as JSONL instead of drawn ones")
     add("--requests", type=int, default=1000, help="how many are drawn")
     add("--rate", type=float, default=0.0, help="requests/s at Poisson times (0: all at once)")
@@ -111,6 +112,8 @@ def prepared(args: argparse.Namespace) -> tuple[Case, Sequence[traces.Asked]]:
     machine = costs.load(args.costs)
     layout = {name: value for name in ("dp", "cp", "imbalance") if (value := getattr(args, name))}
     model = machine.cost_model(args.model, **layout)
+    if args.link_gb_s:
+        model = replace(model, rates=replace(model.rates, link_bandwidth=args.link_gb_s * 1e9))
     base = machine.engine
 
     def size(value: int, name: str, default: int) -> int:

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lockstep_common.errors import ConfigError
+from lockstep_common.errors import ConfigError, Conflict
 from lockstep_common.steps import Header, Kind
-from lockstep_worker.collectives import Group
+from lockstep_worker.collectives import Group, Place
 from lockstep_worker.exchange.placement import WHOLE, Sharding
 from lockstep_worker.models import Model, load_model
 from lockstep_worker.weights import CONFIG, SINGLE
@@ -207,3 +207,8 @@ def test_experts_in_any_stored_form_are_shared_out_moved_and_read_again(form: st
         return rank.error
 
     assert max(run_ranks(2, 1, work)) < TOLERANCE
+
+
+def test_a_worker_with_all_experts_does_not_join_a_group_that_shares_them_out(directory: Path) -> None:
+    with pytest.raises(Conflict, match=r"holds all routed experts.*start it with --dp 2 --cp 1 --rank 1"):
+        load(directory).join(Group(Place(2, 1, 1)))

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from lockstep_common.errors import ConfigError, Unsupported
+from lockstep_common.errors import ConfigError, Conflict, Unsupported
 from lockstep_common.steps import Kind
 from lockstep_kernels import rope
 from lockstep_kernels.fp8 import BLOCK, E4M3, Fp8Weight, dequantise
@@ -346,6 +346,12 @@ class Decoder:
             raise Unsupported(f"a KV cache of {self._kv_dtype} that {cp.size} ranks share: give --kv-cache-dtype auto")
         if self.experts is not None:
             self.experts.join(group)
+        elif self.routed_experts and group.place.dp > 1:
+            place = group.place
+            raise Conflict(
+                f"this worker holds all routed experts, a group of {place.size} shares them out: start it with "
+                f"--dp {place.dp} --cp {place.cp} --rank {place.rank}"
+            )
         self._cp = cp
         self.deterministic = self._alone_deterministic and cp.size == 1  # parts are added by rank and by chunk
         self._layers = tuple(replace(layer, attention=layer.attention.shared(cp.size)) for layer in self._layers)

@@ -13,6 +13,7 @@ measured turnaround, is given to requests that may still come (`_hold`).
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -68,7 +69,7 @@ class InFlight:
     held: float = 0.0  # seconds that this took away from the turnaround that the workers measure
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Cast:
     """This shard's ballot in the open round."""
 
@@ -263,56 +264,48 @@ class StepLoop:
         return plan.draft_prefill(self.ranks, self.waiting, self.limits, self._clock.now())
 
     def _dispatch(self, header: Header, cast: Cast) -> None:
-        now = self._clock.now()
-        notice = self.pace.notice(header)
-        bodies: list[Body] = []
-        flight = InFlight(header, [], [], [], [], notice, sent=now, reported=now)
-        drafts = self._drafts(cast)
-        for rank, draft in zip(self.ranks, drafts, strict=True):
-            common = {"seq": header.seq, "term": self.group.term, "ack": self._ledger.acked}  # type: ignore[union-attr]
-            if header.kind is Kind.PREFILL:
-                budget = header.micro_chunks[0]
-                body, mine = plan.commit_prefill(rank, draft, self.slots, self.waiting, self.limits, budget, **common)
-            else:
-                body, mine = plan.commit_decode(rank, self.slots, header.k, notice=notice, **common)
-            bodies.append(body)
-            flight.tables.append(self._table(mine))
-            flight.rows.append(len(mine))
-            flight.progress.append(0)
-            flight.complete.append(False)
+        now, notice = self._clock.now(), self.pace.notice(header)
         if header.kind is Kind.PREFILL:
-            self._after_prefill(cast.draft, drafts, now)
-        if self._alone and not any(flight.rows):
+            plans = self._prefill(header, cast.draft, now)
+        else:
+            sent = {"seq": header.seq, "term": self.group.term, "ack": self._ledger.acked, "notice": notice}  # type: ignore[union-attr]
+            plans = [plan.commit_decode(rank, self.slots, header.k, **sent) for rank in self.ranks]
+        rows = [len(listed) for _, listed in plans]
+        if self._alone and not any(rows):
             raise AssertionError(f"plan {header.seq} ({header.kind.name}) is empty though work is pending")
+        tables = [self._table(listed) for _, listed in plans]
+        flight = InFlight(header, tables, rows, [0] * len(rows), [False] * len(rows), notice, now, now)
         self._position = after(self._position, header, self._point_bound)
         flight.continues = cast.behind or self._held_too_long
         self._held_too_long = False
         self._inflight.append(flight)
         self.stats.plans[header.kind.name.lower()] += 1
-        self.workers.send(header, bodies)
+        self.workers.send(header, [body for body, _ in plans])
         if self.experts:
             self.experts.sent(header, now)
 
-    def _drafts(self, cast: Cast) -> list[RankDraft]:
-        """What each rank would prefill, as far as it is still there."""
-        if cast.draft is None:
-            return [RankDraft() for _ in self.ranks]
-        if self._alone:
-            return cast.draft.ranks  # nothing has happened since
-        return [plan.remainder(draft) for draft in cast.draft.ranks]
-
-    def _after_prefill(self, draft: plan.Draft | None, drafts: Sequence[RankDraft], now: float) -> None:
+    def _prefill(self, header: Header, draft: plan.Draft | None, now: float) -> list[tuple[Body, plan.Slot]]:
+        """Each rank's body, of what is still there of its draft, and the slots that it lists."""
+        drafts = [RankDraft() for _ in self.ranks] if draft is None else draft.ranks
+        if not self._alone:
+            drafts = [plan.remainder(mine) for mine in drafts]
+        sent = {"seq": header.seq, "term": self.group.term, "ack": self._ledger.acked}  # type: ignore[union-attr]
+        budget = header.micro_chunks[0]
+        plans = [
+            plan.commit_prefill(rank, mine, self.slots, self.waiting, self.limits, budget, **sent)
+            for rank, mine in zip(self.ranks, drafts, strict=True)
+        ]
         for choice in draft.passed if draft is not None else ():
             choice.request.passed_over += 1
             choice.request.passed_since = min(choice.request.passed_since, now)
-        for rank_draft in drafts:
-            for group in rank_draft.admits:
-                first = group[0]
-                if first.phase is not Phase.WAITING and first.index == 0 and len(first.tokens) == first.prompt_len:
-                    self.stats.admitted += 1
-                    self.stats.queue_seconds += now - first.request.arrived
-                    self.stats.prompt_tokens += first.prompt_len
-                    self.stats.cached_tokens += first.request.cached
+        for group in itertools.chain.from_iterable(mine.admits for mine in drafts):
+            first = group[0]
+            if first.phase is not Phase.WAITING and first.index == 0 and len(first.tokens) == first.prompt_len:
+                self.stats.admitted += 1
+                self.stats.queue_seconds += now - first.request.arrived
+                self.stats.prompt_tokens += first.prompt_len
+                self.stats.cached_tokens += first.request.cached
+        return plans
 
     # -- the group ------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ halo) instead of the whole prefix; no family has such layers yet.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -30,7 +30,7 @@ from lockstep_kernels.prepare import Share
 from lockstep_worker import mirror
 from lockstep_worker.collectives import Communicator
 from lockstep_worker.inputs import StepInputs, one_token_each
-from lockstep_worker.kv import KvCache
+from lockstep_worker.kv import KvCache, KvSpec
 from lockstep_worker.protocol import spans
 
 if TYPE_CHECKING:
@@ -282,6 +282,16 @@ def divide(cp: Communicator, inputs: StepInputs, kv: KvCache) -> Division:
     if inputs.kind is Kind.DECODE:
         return Replicated(cp, inputs, kv.block_size)
     return Mirrored(cp, inputs, kv.block_size, kv.layer(0, 0)[0].nbytes)
+
+
+def bytes_held(ranks: int, specs: Sequence[KvSpec], block_size: int, tokens: int) -> int:
+    """The most bytes that a prompt pass over `tokens` new tokens holds because ranks share it, beside what its rows take.
+
+    Two pieces of a prefix, and of one layer's new keys and values what is sent, what arrives, and the workspace. The rows
+    take less than in a pass on one rank, as there are 1 / ranks of them: so much less that parts of attention fit too.
+    """
+    block = max(spec.bytes_per_block(block_size) // spec.layers for spec in specs)
+    return 2 * max(PIECE_BYTES, ranks * block) + (2 * ranks + 2) * tokens * block // (ranks * block_size)
 
 
 class MirroredAttention:

@@ -12,6 +12,7 @@ import torch
 
 from lockstep_common.errors import ConfigError
 from lockstep_common.steps import Kind
+from lockstep_worker.context import bytes_held
 from lockstep_worker.inputs import StepInputs
 from lockstep_worker.kv import KvCache, KvSpec
 from lockstep_worker.models import Model
@@ -88,15 +89,15 @@ def kv_blocks_on_cuda(
         graphs * _GRAPH_BYTES + logits + peak if graphs else 0
     )  # a captured prefill pass has activations of its own
     exchanged = _exchange_bytes(model, sizes, captured=graphs > 0)
-    budget = (
-        int(total * utilization) - (total - free) - peak - captured - _row_bytes(sizes, model.vocab_size) - exchanged
-    )
+    shared = bytes_held(sizes.cp, specs, sizes.block_size, sizes.max_batched_tokens) if sizes.cp > 1 else 0
+    rows = _row_bytes(sizes, model.vocab_size)
+    budget = int(total * utilization) - (total - free) - peak - captured - rows - exchanged - shared
     blocks, why = budget // per_block, f"gpu_memory_utilization {utilization:g}"
     if memory_gb:
         blocks, why = int(memory_gb * GIB) // per_block, f"{memory_gb:g} GiB as set"
     log.info(
         "memory on %s: %.2f GiB in all, %.2f used (weights %.2f), activations of %d tokens %.2f, graphs %.2f, rows %.2f, "
-        "tokens on their way to experts and back %.2f",
+        "tokens on their way to experts and back %.2f, keys and values gathered from other workers %.2f",
         device,
         total / GIB,
         (total - free) / GIB,
@@ -104,8 +105,9 @@ def kv_blocks_on_cuda(
         sizes.max_batched_tokens,
         peak / GIB,
         captured / GIB,
-        _row_bytes(sizes, model.vocab_size) / GIB,
+        rows / GIB,
         exchanged / GIB,
+        shared / GIB,
     )
     return _checked(
         blocks,

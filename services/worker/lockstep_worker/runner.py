@@ -482,7 +482,7 @@ class Runner:
                 KvGroup(spec.kind, loaded.block_size * self._group.place.cp, num_blocks, _name(spec.dtype))
                 for spec in loaded.model.kv_specs()
             ),
-            deterministic=loaded.deterministic,
+            deterministic=loaded.deterministic and loaded.model.deterministic,
             routed_experts=loaded.model.routed_experts,
             moe_layers=0 if experts is None else len(experts.layers),
             routed_expert_count=0 if experts is None else experts.experts,

@@ -23,7 +23,8 @@ from tests.kernels.device import DEVICE, requires_gpu
 from lockstep_kernels import rope  # isort: skip
 from lockstep_kernels.attention import PagedBatch, reference  # isort: skip
 from lockstep_kernels.fp8 import E4M3  # isort: skip
-from lockstep_worker.models import Model, decoder, load_model  # isort: skip
+from lockstep_worker.models import Model, load_model  # isort: skip
+from lockstep_worker.models import attention as half  # isort: skip
 from lockstep_worker.weights import SINGLE  # isort: skip
 from tests.kernels.sequences import EVERY, Sequences  # isort: skip
 from tests.kernels.oracles import VOCAB, build  # isort: skip
@@ -97,8 +98,8 @@ def referenced(monkeypatch: pytest.MonkeyPatch) -> None:
 
     rotate_and_store_ = rope.rotate_and_store_
     monkeypatch.setattr(rope, "rotate_and_store_", rotate_and_store)
-    monkeypatch.setattr(decoder, "attention", attention)
-    monkeypatch.setattr(decoder, "prepare", lambda batch, **_: batch)
+    monkeypatch.setattr(half, "attention", attention)
+    monkeypatch.setattr(half, "prepare", lambda batch, **_: batch)
 
 
 @pytest.mark.usefixtures("referenced")

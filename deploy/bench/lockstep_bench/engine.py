@@ -20,7 +20,6 @@ SERVICE = "lockstep.v1.Scheduler"
 _NEVER = (
     1 << 30
 )  # tokens: prompts that wait are all prefilled before anything decodes, as nobody waits for a token here
-_SELDOM_MS = 1000  # between votes on waiting prompts, which none is: windows are as long as they may be
 _POLL_S, _TELL_S = 0.05, 15.0
 
 
@@ -133,7 +132,7 @@ def _scheduler(fleet: Fleet, settings: Settings, workers: tuple[str, ...], port:
         f"{settings.name}-scheduler", "-m", "lockstep_scheduler", "--port", port, "--workers", ",".join(workers),
         "--redis-url", "none", "--no-enable-prefix-caching", "--lockstep", "always", *_sizes(settings),
         "--max-window", settings.max_window, "--max-prefill-tokens-per-point", _NEVER,
-        "--vote-interval-ms", _SELDOM_MS, "--metrics-port", metrics_port, *shlex.split(settings.scheduler_flags),
+        "--metrics-port", metrics_port, *shlex.split(settings.scheduler_flags),
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ VARIABLE = "LOCKSTEP_BENCH_TIMELINE"
 
 
 def per_step(moments: Sequence[Moment], window: int) -> dict[str, float] | None:
-    """Mean milliseconds a step, over the plans of `window` decode steps; None if there are none.
+    """Mean milliseconds a step, over the plans of `window` decode steps that follow another such plan; None if there are none.
 
     scheduler_ms: from when the worker sent the last outcome before a plan came until it came: both ways on the wire, booking,
     deciding, writing. worker_ms: from when the worker took the plan up until its last step was given to the device. Both may
@@ -42,7 +42,9 @@ def per_step(moments: Sequence[Moment], window: int) -> dict[str, float] | None:
         elif moment.name == LAUNCHED:
             steps[moment.seq] += 1
             launched[moment.seq] = moment.at
-    plans = [seq for seq, count in steps.items() if count == window > 1 and seq in started and seq in decided]
+    plans = [
+        seq for seq in steps if steps[seq] == steps.get(seq - 1) == window > 1 and seq in started and seq in decided
+    ]
     if not plans:
         return None
     scheduler = fmean(decided[seq] for seq in plans) / window / 1e6

@@ -20,7 +20,7 @@ from tests.kernels import test_attention_kernel as gqa  # isort: skip
 HEADS = st.sampled_from([gqa.Heads(2, 4, 16), gqa.Heads(3, 3, 16), gqa.Heads(1, 2, 24)])
 DTYPES = st.sampled_from([*HALF_DTYPES, torch.float32])
 LENGTHS = st.one_of(st.sampled_from([0, 1, 15, 16, 17, 32, 33]), st.integers(0, 50)).map(lambda n: n * gqa.LONG)
-QUICK = settings(max_examples=30 if ON_GPU else 5, deadline=None)
+QUICK = settings(max_examples=30 if ON_GPU else 4, deadline=None)
 FEW = settings(max_examples=20 if ON_GPU else 3, deadline=None)  # as each takes seconds in the interpreter
 SPLITS = st.builds(
     cuda.Split,
@@ -88,6 +88,7 @@ def test_decode(heads: gqa.Heads, dtype: torch.dtype, lengths: list[int], block_
     check(operands, known, run(operands, batch, split))
 
 
+@pytest.mark.parametrize("causal", [False, True])
 @QUICK
 @given(
     heads=HEADS,
@@ -95,15 +96,14 @@ def test_decode(heads: gqa.Heads, dtype: torch.dtype, lengths: list[int], block_
     spans=st.lists(st.tuples(LENGTHS, st.integers(1, 40)), min_size=1, max_size=3),
     block_size=st.sampled_from([16, 64]),
     tiling=st.sampled_from(gqa.TILINGS),
-    causal=st.booleans(),
 )
 def test_prefill(
+    causal: bool,
     heads: gqa.Heads,
     dtype: torch.dtype,
     spans: list[tuple[int, int]],
     block_size: int,
     tiling: cuda.Tiling,
-    causal: bool,
 ) -> None:
     """Chunks that end with their sequence, or pieces of what is before them, of which there may be nothing."""
     if heads.width % 16:

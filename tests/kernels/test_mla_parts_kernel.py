@@ -12,7 +12,7 @@ from tests.kernels.test_mla_kernel import DTYPES, EPS, LONG, SHAPES, TOLERANCE, 
 
 from lockstep_kernels.mla import LatentBatch, cuda, parts, reference  # isort: skip
 
-QUICK = settings(max_examples=25 if ON_GPU else 5, deadline=None)
+QUICK = settings(max_examples=25 if ON_GPU else 4, deadline=None)
 TILING = cuda.Tiling(32, 32, 4, 2)
 LENGTHS = st.one_of(st.sampled_from([0, 1, 31, 32, 33]), st.integers(0, 70)).map(lambda n: n * LONG)
 
@@ -45,6 +45,7 @@ def check(
     torch.testing.assert_close(got[1][:-1], own_lse[:-1], rtol=lse, atol=lse)
 
 
+@pytest.mark.parametrize("many", [False, True])
 @QUICK
 @given(
     shape=st.sampled_from(SHAPES),
@@ -52,10 +53,9 @@ def check(
     lengths=st.lists(LENGTHS, min_size=1, max_size=3),
     block_size=st.sampled_from([16, 64]),
     programs=st.sampled_from([1, 3, 9]),
-    many=st.booleans(),
 )
 def test_decode(
-    shape: Shape, dtype: torch.dtype, lengths: list[int], block_size: int, programs: int, many: bool
+    many: bool, shape: Shape, dtype: torch.dtype, lengths: list[int], block_size: int, programs: int
 ) -> None:
     """Of finished queries, some of whose sequences have no key here."""
     operands = stored(make(shape, tuple((max(n, 1) - 1, max(n, 1)) for n in lengths), block_size, dtype))
@@ -73,6 +73,7 @@ def test_decode(
     assert all(not out[i].any() and (lse[i] == -torch.inf).all() for i, n in enumerate(lengths) if n == 0)
 
 
+@pytest.mark.parametrize("causal", [False, True])
 @QUICK
 @given(
     shape=st.sampled_from(SHAPES),
@@ -80,16 +81,15 @@ def test_decode(
     spans=st.lists(st.tuples(LENGTHS, st.integers(1, 40)), min_size=1, max_size=3),
     block_size=st.sampled_from([16, 64]),
     piece=st.sampled_from([17, 64, 1000]),
-    causal=st.booleans(),
     rounded=st.booleans(),
 )
 def test_prompts_whose_keys_all_lie_in_a_cache(
+    causal: bool,
     shape: Shape,
     dtype: torch.dtype,
     spans: list[tuple[int, int]],
     block_size: int,
     piece: int,
-    causal: bool,
     rounded: bool,
 ) -> None:
     """Chunks that end with their sequence, or pieces of what is before them, expanded a few positions at a time."""

@@ -97,7 +97,7 @@ def load(settings: WorkerConfig, progress: Callable[[float, str], None]) -> Load
             progress=_loading(settings.name, progress),
             dummy_weights=settings.load_format == "dummy",
             kv_dtype=choose_kv_dtype(settings.kv_cache_dtype, device),
-            sharding=choose_sharding(settings, dtype, device),
+            sharding=choose_sharding(settings, dtype, device, deterministic),
         )
         deterministic = deterministic and keeps_bits(model, dtype, device)
         make_sampler = partial(TokenSampler, logprobs_mode=LogprobsMode(settings.logprobs_mode))
@@ -107,9 +107,7 @@ def load(settings: WorkerConfig, progress: Callable[[float, str], None]) -> Load
     if max_model_len > model.max_model_len:
         raise ConfigError(f"max_model_len {max_model_len} is above the model's {model.max_model_len}")
     graphs = device.type == "cuda" and settings.null_step_ms < 0 and not settings.enforce_eager
-    sizes = memory.Sizes(
-        block_size, settings.max_num_seqs, max_model_len, settings.max_num_batched_tokens, settings.cp
-    )
+    sizes = memory.Sizes(block_size, settings.max_num_seqs, max_model_len, settings.max_num_batched_tokens, settings.cp)
     return Loaded(
         model=model,
         make_sampler=make_sampler,
@@ -176,12 +174,13 @@ def keeps_bits(model: Model, dtype: torch.dtype, device: torch.device) -> bool:
     return False
 
 
-def choose_sharding(settings: WorkerConfig, dtype: torch.dtype, device: torch.device) -> Sharding:
+def choose_sharding(settings: WorkerConfig, dtype: torch.dtype, device: torch.device, deterministic: bool) -> Sharding:
     """Which share of routed experts this worker's place has, and how tokens get there."""
     place = Place(settings.dp, settings.cp, settings.rank)
     if place.size == 1:
         return WHOLE
-    backend = choose_backend(settings.all2all_backend, device, dtype, nccl=settings.collectives == "auto")
+    nccl = settings.collectives == "auto"
+    backend = choose_backend(settings.all2all_backend, device, dtype, nccl=nccl, deterministic=deterministic)
     return Sharding(place.size, place.rank, settings.num_redundant_experts, backend, settings.max_num_batched_tokens)
 
 

@@ -199,6 +199,10 @@ def test_results_travel_while_what_is_added_to_them_is_computed(exchange: Exchan
     assert given["previous_event_before_epilogue"] == 2
     assert given["async_with_compute_stream"] and given["handle"] is arrived.handle and given["topk_weights"] is None
     assert got.dtype == torch.float32 and torch.equal(got, 1 + brought()[0].float())
+    again = exchange.combine("e", arrived.x, arrived.handle)(plus, then=2 * plus)
+    assert torch.equal(again, 3 + brought()[0].float())
+    with pytest.raises(ValueError, match="cannot keep them apart"):
+        exchange.combine("e", arrived.x[:, None], arrived.handle)
 
 
 def test_a_rank_without_tokens_sends_one_that_goes_nowhere(exchange: Exchange) -> None:

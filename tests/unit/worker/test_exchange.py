@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -67,6 +67,20 @@ def identity(arrived: Arrived) -> torch.Tensor:
     return arrived.x * (arrived.weights * (arrived.ids >= 0)).sum(1, keepdim=True)
 
 
+def apart_of(arrived: Arrived) -> torch.Tensor:
+    """The same, slot by slot; where there is none, whatever."""
+    assert arrived.ids is not None
+    return (arrived.x[:, None] * arrived.weights[..., None]).masked_fill(arrived.ids[..., None] < 0, torch.nan)
+
+
+def in_order(mine: Brought) -> torch.Tensor:
+    """3 x, then what each choice adds in the order of choices, less x: bit by bit."""
+    total = 3 * mine.x
+    for column, weights in zip(mine.ids.unbind(1), mine.weights.unbind(1), strict=True):
+        total += torch.where(column[:, None] >= 0, mine.x * weights[:, None], 0)
+    return total - mine.x
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_experts_that_change_nothing_give_back_what_was_weighed(size: int) -> None:
     def work(group: Group) -> list[str]:
@@ -78,6 +92,9 @@ def test_experts_that_change_nothing_give_back_what_was_weighed(size: int) -> No
                 arrived = exchange.dispatch("e", mine.x, mine.ids, mine.weights, capacity=capacity, layout=layout)
                 got = exchange.combine("e", identity(arrived), arrived.handle)(3 * mine.x)
                 torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+            arrived = exchange.dispatch("e", mine.x, mine.ids, mine.weights, capacity=capacity)
+            apart = exchange.combine("e", apart_of(arrived), arrived.handle)(3 * mine.x, then=-mine.x)
+            assert torch.equal(apart, in_order(mine))
         return [record.id.key for record in group.recorder.history()]
 
     names = run_ranks(size, 1, work)
@@ -219,25 +236,58 @@ def test_results_that_travel_in_bfloat16_are_added_in_float32_by_rank() -> None:
         assert got.dtype == torch.bfloat16 and (got == 258).all(), "1 + 256 + 0.5 + 0.5, rounded once"
 
 
+@pytest.mark.parametrize("apart", [True, False])
 @pytest.mark.parametrize("captured", [True, False])
-def test_the_bytes_of_an_exchange_are_those_of_its_tensors(captured: bool) -> None:
+def test_the_bytes_of_an_exchange_are_those_of_its_tensors(captured: bool, apart: bool) -> None:
     """Every expert equally busy: what is packed, sent, unpacked, worked on and sent back, counted as it goes."""
+    tokens, hidden, chosen = 8, 64, 2
 
     def work(group: Group) -> int:
-        tokens, hidden = 8, 64
-        ids = torch.arange(tokens).remainder(4)[:, None].int()  # one expert a token, two tokens for each of four ranks
-        x, weights = torch.ones(tokens, hidden, dtype=torch.bfloat16), torch.ones(tokens, 1)
-        arrived = AllToAll(group.world, 4).dispatch("e", x, ids, weights, capacity=tokens if captured else 0)
+        first = torch.arange(tokens) % 4
+        ids = torch.stack((first, (first + 1) % 4), 1).int()  # two ranks a token, four rows for each rank
+        x, weights = torch.ones(tokens, hidden, dtype=torch.bfloat16), torch.ones(tokens, chosen)
+        world = Watched(group.world)
+        exchange = AllToAll(world, 4)
+        arrived = exchange.dispatch("e", x, ids, weights, capacity=tokens if captured else 0)
         assert arrived.ids is not None
-        row, packed = 2 * hidden, 2 * hidden + 16
-        there, here = len(arrived.x), tokens
+        results = (apart_of(arrived) if apart else identity(arrived)).bfloat16()
+        exchange.combine("e", results, arrived.handle)(x)
         unpacked = arrived.x.nbytes + arrived.ids.nbytes + arrived.weights.nbytes
-        back = there if captured else here
-        sent = here * packed + (0 if captured else here * row)
-        return sent + there * packed + unpacked + there * row + back * row
+        picked = 0 if captured else tokens * chosen * hidden * 2  # rows in the order in which they are sent
+        selected = tokens * chosen * hidden * 2 if apart and not captured else 0
+        return world.bytes + picked + unpacked + len(results.flatten(0, -2)) * hidden * 2 + selected
 
     for counted in run_ranks(4, 1, work):
-        assert counted == bytes_held(4, 8, 64, 1, torch.bfloat16, captured=captured)
+        assert counted == bytes_held(4, tokens, hidden, chosen, torch.bfloat16, captured=captured, apart=apart)
+
+
+class Watched(Alone):
+    """A communicator, and the bytes of rows that go into it and come out; results go in without a copy."""
+
+    def __init__(self, inner: Communicator) -> None:
+        self.inner, self.rank, self.size, self.bytes = inner, inner.rank, inner.size, 0
+
+    def swap(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return self.inner.swap(name, x)  # counts
+
+    def all_gather(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        self.bytes += x.nbytes * (1 + self.size)
+        return self.inner.all_gather(name, x)
+
+    def all_to_all(self, name: str, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+        came = self.inner.all_to_all(name, x, sent, received)
+        self.bytes += x.nbytes + came.nbytes
+        return came
+
+    def all_to_all_later(
+        self, name: str, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> Callable[[], torch.Tensor]:
+        self.bytes += sum(received) * x.shape[1] * x.itemsize
+        return self.inner.all_to_all_later(name, x, sent, received)
+
+    def swap_later(self, name: str, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        self.bytes += x.nbytes
+        return self.inner.swap_later(name, x)
 
 
 class _FakeWorld(Alone):
@@ -269,17 +319,29 @@ def test_a_worker_without_a_group_takes_its_slots_for_all(layout: Layout) -> Non
 
 def test_a_backend_is_what_was_asked_for_or_an_error_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, cuda, bf16 = torch.device("cpu"), torch.device("cuda", 0), torch.bfloat16
-    assert choose_backend("auto", cpu, bf16, nccl=False) == "all_to_all"
-    assert choose_backend("all_to_all", cuda, bf16, nccl=True) == "all_to_all"
+
+    def chosen(
+        name: str,
+        device: torch.device = cuda,
+        dtype: torch.dtype = bf16,
+        *,
+        nccl: bool = True,
+        deterministic: bool = False,
+    ) -> str:
+        return choose_backend(name, device, dtype, nccl=nccl, deterministic=deterministic)
+
+    assert chosen("auto", cpu) == chosen("all_to_all") == "all_to_all"
     with pytest.raises(ConfigError, match=r"deepep: it needs CUDA.*float32.*deep_ep is not installed"):
-        choose_backend("deepep", cpu, torch.float32, nccl=False)
+        chosen("deepep", cpu, torch.float32)
     with pytest.raises(ConfigError, match=r"deepep: it needs a GPU a worker, and NCCL between them"):
-        choose_backend("deepep", cuda, bf16, nccl=False)
+        chosen("deepep", nccl=False)
     with pytest.raises(ConfigError, match="expected one of auto, all_to_all, deepep"):
-        choose_backend("nccl", cuda, bf16, nccl=True)
+        chosen("nccl")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "deep_ep" else None)
-    assert choose_backend("auto", cuda, bf16, nccl=True) == choose_backend("deepep", cuda, bf16, nccl=True) == "deepep"
-    assert choose_backend("auto", cuda, torch.float16, nccl=True) == "all_to_all"
+    assert chosen("auto") == chosen("deepep") == "deepep"
+    assert chosen("auto", dtype=torch.float16) == chosen("auto", deterministic=True) == "all_to_all"
+    with pytest.raises(ConfigError, match="an order that depends on where experts are"):
+        chosen("deepep", deterministic=True)
     assert isinstance(open_exchange("all_to_all", Alone(), 4, tokens=1, hidden=1, chosen=1), AllToAll)
     with pytest.raises(Unsupported, match="no process group"):
         open_exchange("deepep", Alone(), 4, tokens=1, hidden=1, chosen=1)

@@ -4,19 +4,18 @@
     results = ...                                             # what the experts here make of the arrived rows
     finish = exchange.combine("experts 3", results, arrived.handle)
     ...                                                       # what runs while results travel
-    y = finish(plus)
+    y = finish(plus, then)
 
     Local         one rank: nothing travels
     AllToAll      the workers' own communicator: gloo, or NCCL
     DeepEp        DeepEP's kernels, where they are installed
 
 All ranks make the same calls in the same order, those without a token too. The sum of a token's results at one rank is made
-there; the token's own rank adds the sums, in the order of ranks.
+there, and the token's own rank adds the sums, in the order of ranks; or, where bits must not depend on places, it adds them all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,7 +23,7 @@ import torch
 
 from lockstep_worker.exchange.handle import DEDUPLICATED, Handle, Layout
 
-__all__ = ["DEDUPLICATED", "Arrived", "Exchange", "Handle", "Layout"]
+__all__ = ["DEDUPLICATED", "Arrived", "Exchange", "Finish", "Handle", "Layout"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +35,14 @@ class Arrived:
     ids: torch.Tensor | None
     weights: torch.Tensor
     handle: Handle
+
+
+class Finish(Protocol):
+    """What `combine` returns; called once."""
+
+    def __call__(self, plus: torch.Tensor, then: torch.Tensor | None = None) -> torch.Tensor:
+        """plus [T, d], plus the token's results, plus `then` [T, d]: added in float32 in this order; like plus."""
+        ...
 
 
 class Exchange(Protocol):
@@ -58,10 +65,12 @@ class Exchange(Protocol):
         """
         ...
 
-    def combine(self, name: str, rows: torch.Tensor, handle: Handle) -> Callable[[torch.Tensor], torch.Tensor]:
+    def combine(self, name: str, rows: torch.Tensor, handle: Handle) -> Finish:
         """Begins to send back what became of the arrived rows, weighted: rows like `Arrived.x`.
 
-        Returns a call that takes plus [T, d] and gives plus + the sum of each token's rows, like plus.
+        Deduplicated ones also [N, k, d], a row for each slot (undefined where there is none): then they come back apart and a
+        token's are added in the order of its slots, wherever those are. More travels, and places do not change bits.
+        ValueError if the backend cannot.
         """
         ...
 

@@ -8,15 +8,14 @@ no fewer would do, as all tokens may choose one rank's experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
 import torch
 
 from lockstep_kernels.gather_sum import gather_sum
 from lockstep_worker.collectives import Communicator
-from lockstep_worker.exchange import DEDUPLICATED, Arrived, Handle, Layout
-from lockstep_worker.exchange.handle import Dispatched, expanded
+from lockstep_worker.exchange import DEDUPLICATED, Arrived, Finish, Handle, Layout
+from lockstep_worker.exchange.handle import Dispatched, Traffic, added, expanded
 
 _UNIT: Final = 16  # a row on the way is a multiple of so many bytes
 
@@ -50,23 +49,30 @@ class AllToAll:
         """Sends other rows x [T, d] the way that a dispatch with counts and of the deduplicated layout went."""
         handle = arrived.handle
         assert isinstance(handle, Dispatched)
-        if handle.sources is None or handle.do_expand:
+        traffic = handle.traffic
+        if traffic is None or handle.do_expand:
             raise ValueError("only a deduplicated dispatch with counts can be sent again")
-        rows = self._world.all_to_all(f"{name}, rows", x[handle.sources], handle.sent, handle.received)
+        rows = self._world.all_to_all(f"{name}, rows", x[traffic.sources], traffic.sent, traffic.received)
         return Arrived(rows, arrived.ids, arrived.weights, handle)
 
-    def combine(self, name: str, rows: torch.Tensor, handle: Handle) -> Callable[[torch.Tensor], torch.Tensor]:
+    def combine(self, name: str, rows: torch.Tensor, handle: Handle) -> Finish:
         assert isinstance(handle, Dispatched)
+        apart, traffic, hidden = rows.dim() == 3, handle.traffic, rows.shape[-1]
         if handle.do_expand:
             rows = gather_sum(rows, handle.slots)
-        if handle.sources is not None:
-            coming = self._world.all_to_all_later(f"{name}, results", rows, handle.received, handle.sent)
+        if traffic is None:
+            coming = self._world.swap_later(f"{name}, results", rows.view(self._world.size, -1, hidden))
         else:
-            coming = self._world.swap_later(f"{name}, results", rows.view(self._world.size, -1, rows.shape[1]))
+            sent, received = traffic.sent, traffic.received
+            if apart:
+                sent, received = traffic.sent_pairs, traffic.received_pairs
+                absent = (handle.recv_topk_idx < 0).flatten().to(torch.uint8)
+                rows = rows.view(-1, hidden)[absent.argsort(stable=True)[: sum(received)]]
+            coming = self._world.all_to_all_later(f"{name}, results", rows, received, sent)
+        index = handle.pair_returns if apart else handle.returns
 
-        def finish(plus: torch.Tensor) -> torch.Tensor:
-            back = coming().view(-1, rows.shape[1])
-            return gather_sum(back, handle.returns, plus=plus.to(rows.dtype)).to(plus.dtype)
+        def finish(plus: torch.Tensor, then: torch.Tensor | None = None) -> torch.Tensor:
+            return added(coming().view(-1, hidden), index, plus, then)
 
         return finish
 
@@ -83,17 +89,20 @@ class AllToAll:
         sends = sends[:-1]  # without what goes nowhere
         places = sends.flatten().cumsum(0).view(size, tokens) - 1
         returns = torch.where(ranks < 0, -1, places[ranks.clamp(min=0), token[:, None]])
-        counts = torch.stack((sends.sum(1), torch.full((size,), tokens, device=ids.device)), 1)
+        pairs = (
+            ids.long().div(self._local, rounding_mode="floor")[:, :, None] == torch.arange(size, device=ids.device)
+        ).sum((0, 1))
+        counts = torch.stack((sends.sum(1), pairs, torch.full_like(pairs, tokens)), 1)
         theirs = self._world.swap(f"{name}, counts", counts)
-        sent, received, brought = torch.stack((counts[:, 0], theirs[:, 0], theirs[:, 1])).tolist()
+        numbers = torch.cat((counts[:, :2], theirs), 1).T.tolist()
+        sent, sent_pairs, received, received_pairs, brought = (tuple(column) for column in numbers)
         order = (~sends.flatten()).to(torch.uint8).argsort(stable=True)[: sum(sent)]
         sources = order % max(1, tokens)
         rows = self._world.all_to_all(
             f"{name}, rows", _pack(x[sources], ids[sources], weights[sources], sources), sent, received
         )
-        return self._arrived(
-            x, ids, rows, layout, theirs[:, 0], returns, max(brought), sources, tuple(sent), tuple(received)
-        )
+        traffic = Traffic(sources, sent, received, sent_pairs, received_pairs)
+        return self._arrived(x, ids, rows, layout, theirs[:, 0], returns, max(brought), traffic)
 
     def _with_capacity(
         self, name: str, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, layout: Layout, capacity: int
@@ -118,27 +127,14 @@ class AllToAll:
         came: torch.Tensor,
         returns: torch.Tensor,
         most: int,
-        sources: torch.Tensor | None = None,
-        sent: tuple[int, ...] = (),
-        received: tuple[int, ...] = (),
+        traffic: Traffic | None = None,
     ) -> Arrived:
         """From the packed rows that came; x and ids are what this rank brought."""
         rows, slots, weights, tokens = _unpack(packed, x.shape[1], ids.shape[1], x.dtype)
         first = self._world.rank * self._local
         here = torch.where((slots < first) | (slots >= first + self._local), -1, slots - first)
         handle = Dispatched(
-            self._slots,
-            self._world.size,
-            most,
-            layout,
-            ids,
-            here,
-            tokens,
-            came.int(),
-            returns.int(),
-            sources,
-            sent,
-            received,
+            self._slots, self._world.size, most, layout, ids, here, tokens, came.int(), returns.int(), traffic
         )
         if not layout.expand:
             return Arrived(rows, here, weights, handle)
@@ -152,18 +148,22 @@ class AllToAll:
         return ranks
 
 
-def bytes_held(ranks: int, tokens: int, hidden: int, chosen: int, dtype: torch.dtype, *, captured: bool) -> int:
-    """Bytes of a dispatch and its combine, beside what they are given and give, if every rank brings so many tokens.
+def bytes_held(
+    ranks: int, tokens: int, hidden: int, chosen: int, dtype: torch.dtype, *, captured: bool, apart: bool
+) -> int:
+    """Bytes of a dispatch and its combine, beside what they are given, if every rank brings so many tokens.
 
     captured: of the way with a capacity of so many. Else, of the way with counts, if experts are equally busy: a rank whose
-    experts are busier gets more rows, up to those of all ranks.
+    experts are busier gets more rows, up to those of all ranks. apart: a token's results come back one by one.
     """
     row = hidden * dtype.itemsize
     packed = _width(row, chosen)
-    if captured:  # own tokens packed; everybody's, packed and unpacked; results, and what returns
-        return tokens * packed + ranks * tokens * (packed + 3 * row + 8 * chosen)
-    travelling = tokens * min(ranks, chosen)
-    return travelling * (2 * packed + 4 * row + 8 * chosen)
+    rows = ranks * tokens if captured else tokens * min(ranks, chosen)
+    results = rows * (chosen if apart else 1)  # what the experts make of the rows
+    travelling = results if captured else tokens * chosen if apart else rows
+    sent = tokens * packed if captured else rows * (packed + row)
+    selected = travelling * row if apart and not captured else 0
+    return sent + rows * (packed + row + 8 * chosen) + (results + travelling) * row + selected
 
 
 def _width(row: int, chosen: int) -> int:

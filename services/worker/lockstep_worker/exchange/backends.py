@@ -15,7 +15,7 @@ from lockstep_worker.exchange.all_to_all import AllToAll
 BACKENDS: Final = ("auto", "all_to_all", "deepep")
 
 
-def choose_backend(name: str, device: torch.device, dtype: torch.dtype, *, nccl: bool) -> str:
+def choose_backend(name: str, device: torch.device, dtype: torch.dtype, *, nccl: bool, deterministic: bool) -> str:
     """all_to_all or deepep; auto: deepep where it is installed and takes the model. ConfigError if what was asked for cannot
     be; all workers of a group must come to the same answer, which is part of what they compare."""
     if name not in BACKENDS:
@@ -27,6 +27,8 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype, *, nccl:
         reasons.append("it needs a GPU a worker, and NCCL between them (--collectives auto)")
     if dtype != torch.bfloat16:
         reasons.append(f"it carries bfloat16, this model is {str(dtype).removeprefix('torch.')}")
+    if deterministic:
+        reasons.append("it adds results in an order that depends on where experts are (--deterministic off)")
     if importlib.util.find_spec("deep_ep") is None:
         reasons.append("the module deep_ep is not installed (build it from DeepEP's sources, 2.x)")
     if name == "deepep" and reasons:

@@ -5,12 +5,11 @@ Its kernels read and write the other GPUs' memory. Rows are bfloat16. What is wr
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from lockstep_worker.exchange import DEDUPLICATED, Arrived, Handle, Layout
+from lockstep_worker.exchange import DEDUPLICATED, Arrived, Finish, Handle, Layout
 
 
 class DeepEp:
@@ -69,12 +68,15 @@ class DeepEp:
             here = torch.where(came[:, None], here, -1)
         return Arrived(rows, here.int(), factors, handle)
 
-    def combine(self, name: str, rows: torch.Tensor, handle: Handle) -> Callable[[torch.Tensor], torch.Tensor]:
+    def combine(self, name: str, rows: torch.Tensor, handle: Handle) -> Finish:
+        if rows.dim() == 3:
+            raise ValueError("DeepEP adds a token's results by rank: it cannot keep them apart")
         rows_done = self._buffer.capture()
 
-        def finish(plus: torch.Tensor) -> torch.Tensor:
+        def finish(plus: torch.Tensor, then: torch.Tensor | None = None) -> torch.Tensor:
             tokens = len(plus)
-            bias = plus if tokens else rows.new_zeros(1, rows.shape[1])
+            total = plus if then is None else plus + then
+            bias = total if tokens else rows.new_zeros(1, rows.shape[1])
             y, _, done = self._buffer.combine(
                 rows,
                 handle,

@@ -12,6 +12,8 @@ from typing import Final, Protocol
 
 import torch
 
+from lockstep_kernels.gather_sum import gather_sum
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -60,6 +62,17 @@ class Handle(Protocol):
     def num_expanded_tokens(self) -> int: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What a dispatch with counts sends to each rank and gets from each, known to the host."""
+
+    sources: torch.Tensor  # int64 [sum(sent)] tokens in the order they were sent: by rank, ascending
+    sent: tuple[int, ...]  # rows
+    received: tuple[int, ...]
+    sent_pairs: tuple[int, ...]  # of a token and a slot
+    received_pairs: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Dispatched:
     """A handle whose fields follow, when they are asked for, from what came."""
@@ -72,10 +85,8 @@ class Dispatched:
     recv_topk_idx: torch.Tensor  # [N, k] local slots, -1: none
     recv_src: torch.Tensor  # [N] token of the rank it came from
     num_recv_tokens_per_rank: torch.Tensor  # [R]
-    returns: torch.Tensor  # [T, k'] where a token's parts lie in what comes back, ranks ascending, -1: no more
-    sources: torch.Tensor | None = None  # [sum(sent)] tokens in the order they were sent; None: each went everywhere
-    sent: tuple[int, ...] = ()  # rows to each rank, on the host; () where the host does not know
-    received: tuple[int, ...] = ()
+    returns: torch.Tensor  # [T, k] where a token's parts lie in what comes back, ranks ascending, -1: no more
+    traffic: Traffic | None = None  # None: every token went to every rank
 
     @property
     def do_expand(self) -> bool:
@@ -127,6 +138,21 @@ class Dispatched:
         """Rows of the expanded layout, those between groups too. Waits for the device."""
         return sum(self.num_recv_tokens_per_expert_list)
 
+    @property
+    def pair_returns(self) -> torch.Tensor:
+        """[T, k]: where the result of each of a token's slots lies if they come back apart, -1: it has none."""
+        tokens, chosen = self.topk_idx.shape
+        slots = self.topk_idx.flatten().long()
+        if self.traffic is None:
+            pair = torch.arange(tokens * chosen, device=slots.device)
+            rank = slots.div(self.num_local_experts, rounding_mode="floor")
+            places = rank * self.num_max_tokens_per_rank * chosen + pair
+        else:
+            rank = torch.where(slots < 0, self.ranks, slots.div(self.num_local_experts, rounding_mode="floor"))
+            order = rank.argsort(stable=True)
+            places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        return torch.where(slots < 0, -1, places).view(tokens, chosen).int()
+
     @cached_property
     def slots(self) -> torch.Tensor:
         """[N, k]: where the rows of an arrived token lie in the expanded layout, -1: nowhere."""
@@ -168,3 +194,11 @@ def expanded(x: torch.Tensor, weights: torch.Tensor, handle: Dispatched) -> tupl
     rows[places] = x[present.div(chosen, rounding_mode="floor")]
     factors[places] = weights.flatten()[present]
     return rows, factors
+
+
+def added(rows: torch.Tensor, index: torch.Tensor, plus: torch.Tensor, then: torch.Tensor | None) -> torch.Tensor:
+    """plus [T, d], then its rows[index[t]], then `then` [T, d], in float32: like plus. Rows may be wider than plus."""
+    if then is not None:
+        last = torch.arange(len(rows), len(rows) + len(then), dtype=torch.int32, device=index.device)
+        rows, index = torch.cat((rows, then.to(rows.dtype))), torch.cat((index, last[:, None]), 1)
+    return gather_sum(rows, index, plus=plus.to(rows.dtype)).to(plus.dtype)

@@ -38,8 +38,9 @@ class SharedExperts:
     gate_up: GateUp
     down: Packed
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return linear(swiglu(x, self.gate_up), self.down, plus=residual) if len(x) else residual
+    def __call__(self, x: torch.Tensor, plus: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, d] of x [T, d]; on top of `plus`, which may be overwritten."""
+        return linear(swiglu(x, self.gate_up), self.down, plus=plus) if len(x) else x
 
 
 class ShardedExperts:
@@ -83,9 +84,13 @@ class ShardedExperts:
         arrived = self.exchange.dispatch(self.name, sent, slots, factors, capacity=tokens.capacity)
         assert arrived.ids is not None
         rows = arrived.x.to(x.dtype)
+        if self.weights.deterministic:  # bits must not depend on where experts are: all results apart, as on one worker
+            pairs = moe.experts(rows, arrived.ids, arrived.weights, self.weights)
+            finish = self.exchange.combine(self.name, pairs.to(sent.dtype), arrived.handle)
+            return finish(hidden, None if self.shared is None else self.shared(x))
         results = moe.mix(rows, arrived.ids, arrived.weights, self.weights, plus=torch.zeros_like(rows))
         finish = self.exchange.combine(self.name, results.to(sent.dtype), arrived.handle)
-        return finish(hidden if self.shared is None else self.shared(x, hidden))
+        return finish(hidden if self.shared is None else self.shared(x, plus=hidden))
 
     def _choose(self, x: torch.Tensor, live: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         if len(x):
@@ -196,7 +201,8 @@ class ShardedLayers:
         """Of device memory, see `all_to_all.bytes_held`; DeepEP's buffers are of that order."""
         layer = self.layers[0]
         chosen, weights = layer.gate.routing.top_k, layer.weights
-        return bytes_held(self.sharding.ranks, tokens, weights.hidden, chosen, weights.dtype, captured=captured)
+        ranks, apart = self.sharding.ranks, weights.deterministic
+        return bytes_held(ranks, tokens, weights.hidden, chosen, weights.dtype, captured=captured, apart=apart)
 
     def begin(self, header: Header) -> None:
         """Before the steps of a plan: a layer's experts change places, if the header says so."""

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from lockstep_kernels.gather_sum import gather_sum
-from lockstep_worker.exchange import DEDUPLICATED, Arrived, Handle, Layout
-from lockstep_worker.exchange.handle import Dispatched, expanded
+from lockstep_worker.exchange import DEDUPLICATED, Arrived, Finish, Handle, Layout
+from lockstep_worker.exchange.handle import Dispatched, added, expanded
 
 
 class Local:
@@ -39,10 +36,14 @@ class Local:
             x, weights = expanded(x, weights, handle)
         return Arrived(x, None if layout.expand else here, weights, handle)
 
-    def combine(self, name: str, rows: torch.Tensor, handle: Handle) -> Callable[[torch.Tensor], torch.Tensor]:
+    def combine(self, name: str, rows: torch.Tensor, handle: Handle) -> Finish:
         assert isinstance(handle, Dispatched)
-        index = handle.slots if handle.do_expand else handle.returns
-        return lambda plus: gather_sum(rows, index, plus=plus)
+        index = handle.slots if handle.do_expand else handle.pair_returns if rows.dim() == 3 else handle.returns
+
+        def finish(plus: torch.Tensor, then: torch.Tensor | None = None) -> torch.Tensor:
+            return added(rows.view(-1, rows.shape[-1]), index, plus, then)
+
+        return finish
 
     def close(self) -> None:
         pass

@@ -25,10 +25,6 @@ class LoopCollector(Collector):
             "lockstep_kv_usage_ratio": ("Owned KV blocks of the fullest rank", loop.kv_usage),
             "lockstep_group_ready": ("1 while the engine group is formed and takes requests", float(loop.ready)),
             "lockstep_step_seconds": ("Mean duration of a decode step", loop.pace.step),
-            "lockstep_plan_turnaround_seconds": (
-                "From a worker's report to the arrival of the next plan, less what was held back on purpose",
-                loop.pace.turnaround,
-            ),
             "lockstep_lead_steps": (
                 "Steps before a window's end at which the next plan is composed",
                 loop.pace.lead_steps,
@@ -54,6 +50,11 @@ class LoopCollector(Collector):
             ),
             "lockstep_plan_lead_seconds_count": ("Plans whose lead was measured", stats.leads),
             "lockstep_vote_resyncs": ("Headers whose step was not the one counted here", stats.resyncs),
+            "lockstep_plan_round_trip_seconds_sum": (
+                "From the last rank's report to the arrival of the next plan, less what was held back on purpose",
+                stats.round_trip_seconds,
+            ),
+            "lockstep_plan_round_trip_seconds_count": ("Plans whose round trip was measured", stats.round_trips),
             "lockstep_queue_seconds_sum": ("Time from submit to admission", stats.queue_seconds),
             "lockstep_queue_seconds_count": ("Requests admitted", stats.admitted),
         }

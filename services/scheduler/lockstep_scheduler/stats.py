@@ -27,6 +27,10 @@ class Stats:
     ends: dict[str, int] = field(default_factory=lambda: {end.name.lower(): 0 for end in End if end})
     lead_seconds: float = 0.0
     leads: int = 0
+    round_trips: int = 0
+    round_trip_seconds: float = (
+        0.0  # from the last rank's report to the next plan's arrival, less what was held back on purpose
+    )
     idle_seconds: float = 0.0
     queue_seconds: float = 0.0
     admitted: int = 0
@@ -34,6 +38,10 @@ class Stats:
     vote_seconds: float = 0.0  # from ballot to header, less what the ballots of others kept it back
     last_votes: deque[float] = field(default_factory=lambda: deque(maxlen=VOTES_KEPT))
     resyncs: int = 0  # headers whose step was not the one counted here
+
+    def turned(self, seconds: float) -> None:
+        self.round_trips += 1
+        self.round_trip_seconds += seconds
 
     def voted(self, seconds: float) -> None:
         self.votes += 1

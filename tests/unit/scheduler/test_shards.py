@@ -27,15 +27,24 @@ def config(**changes: Any) -> SchedulerConfig:
     return SchedulerConfig(**{"workers": ("w:1", "w:2", "w:3", "w:4"), "shards": SHARDS} | changes)
 
 
+def unlike_the_default(cls: type[Any], **given: Any) -> Any:
+    """A value in whose every field stands something else than its default, so that a field which a conversion forgets shows."""
+    made = dict(given)
+    for number, field in enumerate(dataclasses.fields(cls), 5):
+        kinds = {
+            "int": number,
+            "str": f"text {number}",
+            "bool": field.default is not True,
+            "tuple[int, ...]": (number, 1),
+        }
+        made.setdefault(field.name, kinds.get(str(field.type)))
+        assert made[field.name] is not None and made[field.name] != field.default, f"no value for {field.name}"
+    return cls(**made)
+
+
 def test_a_header_and_facts_come_as_they_went() -> None:
-    """Every field, with another value than its default: one that a conversion forgets shows."""
-    header = Header(3, 4, Kind.PREFILL, 5, 6, 7, (8, 9), 10, 11, 12, True, (13, 14))
-    facts = WorkerFacts(
-        "m", "hash", "cuda:0", "bfloat16", 9, 8, 7, 6, (KvGroup("full", 16, 99, "fp8"),), True, True, False, 5, 4, 3, 2, 8, 2, 3
-    )  # fmt: skip
-    for value in (header, facts):
-        for field in dataclasses.fields(value):
-            assert getattr(value, field.name) != field.default, f"{field.name} is not tested"
+    header = unlike_the_default(Header, kind=Kind.PREFILL)
+    facts = unlike_the_default(WorkerFacts, groups=(KvGroup("full", 16, 99, "fp8"),))
     assert read_header(write_header(header)) == header
     assert read_facts(write_facts(facts)) == facts
     loads = ExpertLoads(np.array([[1, 2]], np.uint32), np.array([[3, 4]], np.uint32), 5)

@@ -49,7 +49,7 @@ def _measure(settings: Settings, world: _Counting, device: torch.device, capture
         world.sent = 0
         world.maximum("together", torch.zeros(1, device=device))
         started = _now(device)
-        arrived = exchange.dispatch("e", x, ids, weights, capacity=capacity)
+        arrived = exchange.dispatch("e", x, ids, weights, capacity=capacity)()
         exchange.combine("e", arrived.x, arrived.handle)(x)
         seconds.append(_now(device) - started)
     return {
@@ -78,9 +78,9 @@ class _Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def all_gather(self, name: str, x: torch.Tensor) -> torch.Tensor:
+    def all_gather_later(self, name: str, x: torch.Tensor) -> Any:
         self.sent += (self.size - 1) * x.nbytes
-        return self._inner.all_gather(name, x)
+        return self._inner.all_gather_later(name, x)
 
     def swap(self, name: str, x: torch.Tensor) -> torch.Tensor:
         self.sent += x.nbytes - x.nbytes // self.size

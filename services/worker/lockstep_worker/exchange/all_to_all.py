@@ -8,6 +8,7 @@ no fewer would do, as all tokens may choose one rank's experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -40,7 +41,7 @@ class AllToAll:
         *,
         capacity: int = 0,
         layout: Layout = DEDUPLICATED,
-    ) -> Arrived:
+    ) -> Callable[[], Arrived]:
         if capacity:
             return self._with_capacity(name, x, ids, weights, layout, capacity)
         return self._with_counts(name, x, ids, weights, layout)
@@ -81,7 +82,7 @@ class AllToAll:
 
     def _with_counts(
         self, name: str, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, layout: Layout
-    ) -> Arrived:
+    ) -> Callable[[], Arrived]:
         tokens, size = len(ids), self._world.size
         ranks, token = self._ranks(ids), torch.arange(tokens, device=ids.device)
         sends = torch.zeros(size + 1, tokens, dtype=torch.bool, device=ids.device)
@@ -98,15 +99,14 @@ class AllToAll:
         sent, sent_pairs, received, received_pairs, brought = (tuple(column) for column in numbers)
         order = (~sends.flatten()).to(torch.uint8).argsort(stable=True)[: sum(sent)]
         sources = order % max(1, tokens)
-        rows = self._world.all_to_all(
-            f"{name}, rows", _pack(x[sources], ids[sources], weights[sources], sources), sent, received
-        )
+        packed = _pack(x[sources], ids[sources], weights[sources], sources)
+        coming = self._world.all_to_all_later(f"{name}, rows", packed, sent, received)
         traffic = Traffic(sources, sent, received, sent_pairs, received_pairs)
-        return self._arrived(x, ids, rows, layout, theirs[:, 0], returns, max(brought), traffic)
+        return lambda: self._arrived(x, ids, coming(), layout, theirs[:, 0], returns, max(brought), traffic)
 
     def _with_capacity(
         self, name: str, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, layout: Layout, capacity: int
-    ) -> Arrived:
+    ) -> Callable[[], Arrived]:
         tokens = len(ids)
         if tokens > capacity:
             raise ValueError(f"{name}: {tokens} tokens, but all ranks agreed on at most {capacity}")
@@ -114,9 +114,9 @@ class AllToAll:
         returns = torch.where(ranks < 0, -1, ranks * capacity + token[:tokens, None])
         missing, pad = (0, 0, 0, capacity - tokens), torch.nn.functional.pad
         packed = _pack(pad(x, missing), pad(ids, missing, value=-1), pad(weights, missing), token)
-        rows = self._world.all_gather(f"{name}, rows", packed).flatten(0, 1)
+        coming = self._world.all_gather_later(f"{name}, rows", packed)
         came = torch.full((self._world.size,), capacity, device=ids.device)
-        return self._arrived(x, ids, rows, layout, came, returns, capacity)
+        return lambda: self._arrived(x, ids, coming().flatten(0, 1), layout, came, returns, capacity)
 
     def _arrived(
         self,

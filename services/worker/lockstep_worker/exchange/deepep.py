@@ -5,6 +5,7 @@ Its kernels read and write the other GPUs' memory. Rows are bfloat16. What is wr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class DeepEp:
         *,
         capacity: int = 0,
         layout: Layout = DEDUPLICATED,
-    ) -> Arrived:
+    ) -> Callable[[], Arrived]:
         most = capacity or self._tokens
         if len(ids) > most:
             raise ValueError(f"{name}: {len(ids)} tokens, but all ranks agreed on at most {most}")
@@ -50,7 +51,7 @@ class DeepEp:
                 ids.new_full((1, ids.shape[1]), -1),
                 weights.new_zeros(1, ids.shape[1]),
             )
-        rows, here, factors, handle, _ = self._buffer.dispatch(
+        rows, here, factors, handle, done = self._buffer.dispatch(
             x,
             topk_idx=ids.to(self._id_dtype),
             topk_weights=weights,
@@ -60,13 +61,21 @@ class DeepEp:
             do_cpu_sync=not capacity,
             do_expand=layout.expand,
             do_zero_padding=layout.zero_padding,
+            async_with_compute_stream=True,
+            allocate_on_comm_stream=True,
         )
-        if layout.expand:
-            return Arrived(rows, None, factors, handle)
-        if capacity:  # behind the rows that came is room that nobody wrote
-            came = torch.arange(len(rows), device=rows.device) < handle.psum_num_recv_tokens_per_scaleup_rank[-1]
-            here = torch.where(came[:, None], here, -1)
-        return Arrived(rows, here.int(), factors, handle)
+
+        def arrive() -> Arrived:
+            done.current_stream_wait()
+            if layout.expand:
+                return Arrived(rows, None, factors, handle)
+            ids = here
+            if capacity:  # behind the rows that came is room that nobody wrote
+                came = torch.arange(len(rows), device=rows.device) < handle.psum_num_recv_tokens_per_scaleup_rank[-1]
+                ids = torch.where(came[:, None], ids, -1)
+            return Arrived(rows, ids.int(), factors, handle)
+
+        return arrive
 
     def combine(self, name: str, rows: torch.Tensor, handle: Handle) -> Finish:
         if rows.dim() == 3:

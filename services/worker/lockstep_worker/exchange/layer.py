@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -29,6 +29,19 @@ from lockstep_worker.protocol import steps_of
 if TYPE_CHECKING:
     from lockstep_worker.models.decoder import Tokens
     from lockstep_worker.weights import Checkpoint
+
+
+Stages = Generator[None, None, torch.Tensor]  # yields where it would wait; returns hidden states
+
+
+def last_of(stages: Stages) -> torch.Tensor:
+    """What they return, without anything in between."""
+    while True:
+        try:
+            next(stages)
+        except StopIteration as end:
+            result: torch.Tensor = end.value
+            return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +89,32 @@ class ShardedExperts:
 
     def __call__(self, hidden: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         """See `lockstep_worker.models.decoder.FeedForward`; there may be no rows."""
+        return last_of(self.stages(hidden, tokens))
+
+    def stages(self, hidden: torch.Tensor, tokens: Tokens) -> Stages:
+        """The same in three parts: it yields where rows, and where results, have begun to travel, so that something else can be
+        computed before it goes on."""
         x = rms_norm(hidden, *self.norm)
         ids, factors = self._choose(x, tokens.live)
         self._count(ids, tokens.kind)
         slots = self.placement.choose(ids, tokens.spread)
         sent = x.to(self.weights.dtype)  # the same on all ranks, whichever form of the weights a pass of theirs takes
-        arrived = self.exchange.dispatch(self.name, sent, slots, factors, capacity=tokens.capacity)
+        arrive = self.exchange.dispatch(self.name, sent, slots, factors, capacity=tokens.capacity)
+        yield
+        arrived = arrive()
         assert arrived.ids is not None
         rows = arrived.x.to(x.dtype)
         if self.weights.deterministic:  # bits must not depend on where experts are: all results apart, as on one worker
             pairs = moe.experts(rows, arrived.ids, arrived.weights, self.weights)
             finish = self.exchange.combine(self.name, pairs.to(sent.dtype), arrived.handle)
-            return finish(hidden, None if self.shared is None else self.shared(x))
+            last = None if self.shared is None else self.shared(x)
+            yield
+            return finish(hidden, last)
         results = moe.mix(rows, arrived.ids, arrived.weights, self.weights, plus=torch.zeros_like(rows))
         finish = self.exchange.combine(self.name, results.to(sent.dtype), arrived.handle)
-        return finish(hidden if self.shared is None else self.shared(x, plus=hidden))
+        on_top = hidden if self.shared is None else self.shared(x, plus=hidden)
+        yield
+        return finish(on_top)
 
     def _choose(self, x: torch.Tensor, live: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         if len(x):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -125,6 +126,19 @@ LENGTHS = st.one_of(st.sampled_from([1, 15, 16, 17, 31, 32, 33, 48]), st.integer
 QUICK = settings(max_examples=40 if ON_GPU else 8, deadline=None)
 
 
+def test_each_pair_has_a_program_of_its_own_where_they_are_a_few_more_than_fit_at_a_time() -> None:
+    device = torch.device("cuda", 7)  # that no other test asks for
+    with mock.patch.object(torch.cuda, "get_device_properties", lambda _: mock.Mock(multi_processor_count=132)):
+        for pairs in range(1, 3000, 13):
+            split = cuda.choose_split(pairs, 128, torch.bfloat16, device, False)
+            assert (split.programs >= pairs) == (pairs <= 8 * 132)
+            assert cuda.choose_split(pairs, 128, torch.bfloat16, device, True).fixed, (
+                "bits must not depend on the batch"
+            )
+            fixed = {cuda.choose_split(p, 128, torch.bfloat16, device, True) for p in (1, pairs)}
+            assert len(fixed) == 1 and split.registers * split.keys <= 168 * 64
+
+
 @QUICK
 @given(
     heads=HEADS,
@@ -132,7 +146,7 @@ QUICK = settings(max_examples=40 if ON_GPU else 8, deadline=None)
     lengths=st.lists(LENGTHS, min_size=1, max_size=4),
     block_size=st.sampled_from([16, 32, 64]),
     processors=st.sampled_from([1, 3, 20] if ON_GPU else [1, 3, 7]),
-    resident=st.integers(1, 3),
+    resident=st.sampled_from([1, 2, 3, 8]),
     cut=st.integers(0, 4),
     whole=st.booleans(),
     keys=st.sampled_from([16, 32]),

@@ -46,6 +46,8 @@ def variants() -> Iterator[tuple[str, Callable[[], Any]]]:
                         )
                     yield from launches.variants(f"decode part {what}", partial(run, decode=True, part=True), 2)
                 if name == FIRST:
+                    many = launches.variants(f"decode {what}, 64 sequences", partial(run, decode=True, sequences=64), 2)
+                    yield list(many)[1]
                     fixed = partial(run, decode=True, deterministic=True)
                     yield from launches.variants(f"decode {what} deterministic", fixed, 2)
         small = partial(_run, *heads, 64, torch.float8_e4m3fn)
@@ -65,14 +67,15 @@ def _run(
     captured: bool = False,
     part: bool = False,  # of a sequence's keys: with its log-sum-exp, and not rounded
     causal: bool = True,
+    sequences: int = 2,  # of a decode step
 ) -> None:
-    table = torch.ones(2, 16, dtype=torch.int64)
-    batch = PagedBatch((64, 70), (64, 100), table, block_size, causal=causal)
+    table = torch.ones(sequences, 16, dtype=torch.int64)
+    batch = PagedBatch((64, 70), (64, 100), table[:2], block_size, causal=causal)
     if decode:
-        batch = PagedBatch((), (), table, block_size, lens=torch.full((2,), 100), max_seq_len=256)
+        batch = PagedBatch((), (), table, block_size, lens=torch.full((sequences,), 100), max_seq_len=256)
     if captured:
         starts = torch.tensor([0, 64, 134])
-        batch = PagedBatch((), (), table, block_size, lens=torch.full((2,), 100), query_starts=starts, tokens=134)
+        batch = PagedBatch((), (), table[:2], block_size, lens=torch.full((2,), 100), query_starts=starts, tokens=134)
     cache = torch.empty(2, 2, kv_heads, block_size, width, dtype=dtype)
     small = dtype.itemsize == 1
     qkv = torch.empty(134, heads + 2 * kv_heads, width, dtype=torch.bfloat16 if small else dtype)

@@ -58,10 +58,9 @@ DECODE: Final[tuple[tuple[Model, tuple[int, ...]], ...]] = (
 SPLITS: Final[tuple[tuple[Model, tuple[int, ...], dict[str, Any]], ...]] = (
     (LLAMA, (1024,), {"ahead": False}),
     (LLAMA, (8192,), {"whole": False}),
-    (LLAMA, (1088,) * 64, {"resident": 4}),
-    (LLAMA, (1088,) * 64, {"resident": 4, "keys": 32, "stages": 4, "registers": 128, "cut": 8}),
+    (LLAMA, (1088,) * 64, {"resident": 3, "keys": 64, "stages": 3, "registers": 168, "cut": 4}),
     (QWEN, (1088,) * 64, {"whole": False}),
-    (QWEN, (640,) * 256, {"resident": 8}),
+    (QWEN, (640,) * 256, {"resident": 3}),
     (SMOL, (1088,) * 64, {"whole": False}),
     (SMOL, (1088,) * 64, {"resident": 4, "keys": 64, "stages": 4, "registers": 128, "cut": 8}),
     (SMOL, (640,) * 256, {"resident": 6}),
@@ -150,7 +149,9 @@ def decode_case(
         device=DEVICE,
         deterministic=deterministic,
         new_kv=False,
-        split=replace(cuda.choose_split(model.width, DTYPE, DEVICE, deterministic), **change),
+        split=replace(
+            cuda.choose_split(len(lens) * model.kv_heads, model.width, DTYPE, DEVICE, deterministic), **change
+        ),
     )
     size = sum(lens) * model.token_bytes
     count = min(MOST_RUNS, max(2, WORKING_SET // size))

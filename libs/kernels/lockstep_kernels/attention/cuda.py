@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -23,6 +23,7 @@ from lockstep_kernels import dependent
 from lockstep_kernels.attention import kernel
 from lockstep_kernels.attention.batch import PagedBatch
 
+MOST_WHOLE: Final = 8  # programs a processor, if each has a pair of its own
 MERGED: Final = 8192  # partial sums that a program merges at a time
 DENSE_FROM: Final = 512  # tokens from which on cuDNN is faster
 DENSE_WIDEST: Final = 128  # head that cuDNN takes
@@ -124,7 +125,7 @@ def prepare(
             return _plan_captured_prefill(batch, batch.query_starts, group, tiling)
         dense = new_kv and batch.causal and not deterministic and _cudnn_takes(dtype, head_dim)
         return _plan_prefill(batch, group, device, dense, tiling)
-    split = split or choose_split(head_dim, dtype, device, deterministic)
+    split = split or choose_split(len(batch.lens) * kv_heads, head_dim, dtype, device, deterministic)
     return _plan_decode(batch, batch.lens, group, kv_heads, head_dim, split)
 
 
@@ -163,14 +164,25 @@ def attention(
 
 
 @functools.cache
-def choose_split(head_dim: int, dtype: torch.dtype, device: torch.device, deterministic: bool) -> Split:
-    """Tiles of up to 16 KiB of 16-bit keys and as much of values, two of them on their way for each of three programs, or
-    three smaller ones."""
-    keys = min(64, 8192 // _columns(head_dim))
+def choose_split(pairs: int, head_dim: int, dtype: torch.dtype, device: torch.device, deterministic: bool) -> Split:
+    """For so many pairs of a sequence and a key/value head, at most.
+
+    Usually tiles of up to 16 KiB of 16-bit keys and as much of values, two of them on their way for each of three programs, or
+    three smaller ones. Where pairs are a few more than such programs, each pair has a program of its own instead, which spares
+    beginning and merging in the middle of them: as many as a processor can hold, of smaller tiles; or more, some of them after
+    others.
+    """
+    columns = _columns(head_dim)
+    keys = min(64, 8192 // columns)
     if dtype.itemsize > 2:
         keys = 16  # products of float32 are not for tensor cores: they take registers
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return Split(processors, keys, fixed=256 // keys if deterministic else 0, stages=3 if head_dim > 64 else 4)
+    usual = Split(processors, keys, fixed=256 // keys if deterministic else 0, stages=3 if head_dim > 64 else 4)
+    if deterministic or columns != 128 or dtype.itemsize != 2 or not usual.programs < pairs <= MOST_WHOLE * processors:
+        return usual
+    if pairs <= 4 * processors:
+        return replace(usual, resident=4, keys=32, stages=4, registers=128, cut=8)
+    return replace(usual, resident=MOST_WHOLE)
 
 
 def choose_tiling(head_dim: int, dtype: torch.dtype, block_size: int) -> Tiling:

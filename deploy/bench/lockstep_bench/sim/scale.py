@@ -27,7 +27,7 @@ SHARD_RANKS, SHARD_ROWS = 32, 64
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_output_flags(parser)
     parser.add_argument(
-        "--groups", default="16x64,32x64,144x64,16x8,144x8,1024x8", metavar="RANKSxROWS,...", help="what is measured"
+        "--groups", default="16x64,32x64,144x64,16x4,144x4,1024x4", metavar="RANKSxROWS,...", help="what is measured"
     )
     parser.add_argument(
         "--seconds", type=float, default=4.0, help="simulated, after a warm-up until all rows are in use"

@@ -42,9 +42,7 @@ class Totals:
 
     steps: dict[Kind, int] = field(default_factory=lambda: {Kind.PREFILL: 0, Kind.DECODE: 0})
     seconds: dict[Kind, float] = field(default_factory=lambda: {Kind.PREFILL: 0.0, Kind.DECODE: 0.0})
-    idle: float = 0.0  # seconds without a plan, also those without work
     prefilled: int = 0  # prompt tokens computed
-    sampled: int = 0
     empty_rank_passes: int = 0  # prefill passes of ranks that had nothing in them
     empty_rank_steps: int = 0  # decode steps of ranks without a row
     terms: dict[Kind, dict[str, float]] = field(
@@ -107,34 +105,34 @@ class Workers:
         """Begins the oldest plan and decides all of its steps; what they report leaves at the time of each."""
         self._running = plan = self._queue.popleft()
         header = plan.header
-        waited = plan.arrived > self._free_ns
-        idle = np.where(waited, np.maximum(now - self._free_ns, 0), 0) if header.seq > 1 else np.zeros(self._dp, int)
-        self.totals.idle += float(idle.mean()) / _NS
         for rank, body in enumerate(plan.bodies):
             self._apply(rank, body)
         prefill = header.kind is Kind.PREFILL
         steps = [self._prefill(plan.bodies)] if prefill else self._decode(header, plan.bodies)
-        coalescers = [
-            Coalescer(header, dp_rank=rank, notice=body.notice, start_ns=now, idle_ns=int(idle[rank]))
-            for rank, body in enumerate(plan.bodies)
-        ]
-        self._coalescers, self._last = coalescers, []
-        ends, at = [], now + int(self._costs.rates.plan * _NS)
-        for work, _ in steps:
+        self._coalescers = coalescers = self._opened(plan)
+        at = now + int(self._costs.rates.plan * _NS)
+        for work, words in steps:
             cost = self._costs.step(work)
             self._count(work, cost.seconds, cost.terms)
             at += max(1, int(cost.seconds * _NS))
-            ends.append(at)
-        for index, ((_, words), end) in enumerate(zip(steps, ends, strict=True)):
-            last = index == len(steps) - 1
-            due = [c for c, mine in zip(coalescers, words, strict=True) if c.add(StepResult(words=mine), end)]
-            if last:
-                assert len(due) == self._dp
-                self._last = [c.flush(0) for c in due]
-            elif due:
-                outcomes = [c.flush(0) for c in due]
-                self._at(end, lambda end=end, outcomes=outcomes: self._deliver(end, outcomes))  # type: ignore[misc]
-        self._at(ends[-1], lambda: self._finish(ends[-1]))
+            due = [c for c, mine in zip(coalescers, words, strict=True) if c.add(StepResult(words=mine), at)]
+            outcomes = [c.flush(0) for c in due]
+            if due and not due[0].complete:
+                self._at(at, lambda at=at, outcomes=outcomes: self._deliver(at, outcomes))  # type: ignore[misc]
+        assert len(outcomes) == self._dp and all(o.last for o in outcomes)
+        self._last = outcomes
+        self._at(at, lambda: self._finish(at))
+
+    def _opened(self, plan: _Queued) -> list[Coalescer]:
+        """A rank opens a plan when it has it and has ended the one before; what it waits for the others is in its first step."""
+        starts = np.maximum(plan.arrived, self._free_ns)
+        idle = starts - self._free_ns if plan.header.seq > 1 else np.zeros_like(starts)
+        return [
+            Coalescer(
+                plan.header, dp_rank=rank, notice=body.notice, start_ns=int(starts[rank]), idle_ns=int(idle[rank])
+            )
+            for rank, body in enumerate(plan.bodies)
+        ]
 
     def _finish(self, now: int) -> None:
         """The last step has ended: its outcomes say how long the next plan took to come, if it was still on its way."""
@@ -221,7 +219,6 @@ class Workers:
         flags |= np.where(self._fresh[rank, rows], int(Flag.FIRST), 0)
         self._fresh[rank, rows] = False
         self._alive[rank, rows[ended]] = False
-        self.totals.sampled += len(rows)
         return pack_words(length % VOCAB_SIZE, rows, flags)
 
     def _count(self, work: Work, seconds: float, terms: Mapping[str, float]) -> None:

@@ -108,14 +108,13 @@ class Rank:
         assert len(got) == sum(end - start for _, start, end in chunks)
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize(("ranks", "deterministic"), [(2, True), (4, True), (8, True), (4, False)])
 def test_each_rank_has_the_logits_of_one_worker(directory: Path, ranks: int, deterministic: bool) -> None:
     """Prompts in chunks, then decode steps with counts and with a capacity; with 8 ranks, some never have a token."""
     want = expected(load(directory, deterministic=deterministic))
 
     def work(group: Group) -> tuple[float, list[str]]:
-        sharding = Sharding(ranks, group.place.rank, 0 if ranks in (1, 8) else 4)
+        sharding = Sharding(ranks, group.place.rank, 0 if ranks == 8 else 4)
         rank = Rank(group, load(directory, sharding, deterministic=deterministic))
         for start, end in ((0, 5), (5, 20), (20, 30)):
             rank.prefill(start, end, want)
@@ -127,7 +126,7 @@ def test_each_rank_has_the_logits_of_one_worker(directory: Path, ranks: int, det
     error = max(error for error, _ in found)
     assert error == 0 if deterministic and exact(directory) else error < TOLERANCE
     assert all(names == found[0][1] for _, names in found)
-    assert ranks == 1 or len(found[0][1]) > 0
+    assert len(found[0][1]) > 0
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

@@ -243,6 +243,9 @@ class ScriptedEngine:
     def next_plan(self) -> bytes:
         raise AssertionError("a scripted worker follows nobody")
 
+    def interrupt(self) -> None:
+        pass
+
     def leave(self) -> None:
         pass
 

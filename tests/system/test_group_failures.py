@@ -117,9 +117,9 @@ async def test_a_stopped_worker_is_named_by_the_others_and_comes_back(model: Pat
 
 @pytest.mark.slow
 async def test_a_worker_that_skips_a_collective_is_named_with_what_it_skipped(model: Path, tmp_path: Path) -> None:
-    plan = tmp_path / "fault.json"
-    plan.write_text(json.dumps({"rank": 2, "skip": "experts 1, rows", "after": 40}))
-    async with busy_group(model, worker_module=FAULTY, worker={"fault": plan, "debug_collectives": True}) as (
+    fault = tmp_path / "fault.json"
+    fault.write_text(json.dumps({"rank": 2, "at": "experts 1, rows", "after": 40, "does": "skip"}))
+    async with busy_group(model, worker_module=FAULTY, worker={"fault": fault, "debug_collectives": True}) as (
         s,
         _,
         running,
@@ -128,6 +128,28 @@ async def test_a_worker_that_skips_a_collective_is_named_with_what_it_skipped(mo
             await asyncio.wait_for(running, 60)
         named = f"out of step: {re.escape(s.workers[2].address)} had .*experts 1, results where this rank had .*experts 1, rows"
         await until_logged(s, named, 0, 1, 3)
+
+
+@pytest.mark.slow
+async def test_a_worker_whose_steps_hang_is_expelled_and_the_others_wait_for_a_new_one(
+    model: Path, tmp_path: Path
+) -> None:
+    fault = tmp_path / "fault.json"
+    fault.write_text(json.dumps({"rank": 2, "at": "experts 1, rows", "after": 40, "does": "hang"}))
+    worker = {"fault": fault, "reform_timeout_s": 5 * DEADLINE_S}
+    async with busy_group(model, worker_module=FAULTY, worker=worker) as (s, _, running):
+        with pytest.raises(LockstepError):
+            await asyncio.wait_for(running, 60)
+        hung, others = s.workers[2], [s.workers[i].running for i in (0, 1, 3)]
+        end = time.monotonic() + 60
+        while hung.running.returncode is None:
+            assert time.monotonic() < end, "the worker that hangs goes on"
+            await asyncio.sleep(0.2)
+        assert hung.running.returncode == 1 and "expelled from the group" in hung.running.log.read_text()
+        fault.write_text(json.dumps({"rank": -1}))
+        hung.start()
+        await serves_again(s)
+        assert all(process.returncode is None for process in others)
 
 
 @pytest.mark.slow

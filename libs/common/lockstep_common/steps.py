@@ -70,6 +70,7 @@ class Header:
     capture_bucket: int = 0
     report_loads: bool = False  # the plan's last outcome carries the expert loads counted since the last report
     moved_experts: tuple[int, ...] = ()  # the expert of each physical slot of `moved_layer` from this plan on
+    dual_batch: bool = False  # each pass is computed as two halves: rows of one travel while the other computes
 
 
 @dataclass(frozen=True, slots=True)

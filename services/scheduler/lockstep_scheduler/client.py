@@ -109,6 +109,14 @@ class WorkerClient:
             raise rpc.from_rpc_error(error, f"worker {self.address}") from None
         return read_facts(reply.facts)
 
+    async def expel(self, epoch: int, term: int, reason: str, timeout: float) -> None:
+        """The worker ends."""
+        request = worker_pb2.ExpelRequest(epoch=epoch, term=term, reason=reason)
+        try:
+            await self._stub.Expel(request, metadata=self._metadata, timeout=timeout)
+        except grpc.aio.AioRpcError as error:
+            raise rpc.from_rpc_error(error, f"worker {self.address}") from None
+
     async def attach(self, epoch: int, term: int, timeout: float) -> Attachment:
         request = worker_pb2.AttachRequest(epoch=epoch, term=term)
         try:
@@ -275,6 +283,7 @@ def write_header(header: Header) -> bytes:
         capture_bucket=header.capture_bucket,
         report_loads=header.report_loads,
         moved_experts=np.array(header.moved_experts, "<u4").tobytes(),
+        dual_batch=header.dual_batch,
     )
     return message.SerializeToString(deterministic=True)
 
@@ -294,6 +303,7 @@ def read_header(data: bytes) -> Header:
         capture_bucket=message.capture_bucket,
         report_loads=message.report_loads,
         moved_experts=tuple(u32(message.moved_experts).tolist()),
+        dual_batch=message.dual_batch,
     )
 
 

@@ -116,8 +116,8 @@ class GroupSupervisor:
             raise ConfigError(f"max_model_len {config.max_model_len} is more than the model's {max_model_len}")
         peers = tuple(client.address for client in self._clients)
         store_host, store_port = peers[0].rsplit(":", 1)[0], random.randint(20000, 59999)
-        facts = await asyncio.gather(
-            *(
+        joining = [
+            asyncio.create_task(
                 client.configure(
                     GroupConfig(
                         epoch=self._epoch,
@@ -138,9 +138,17 @@ class GroupSupervisor:
                     ),
                     CONFIGURE_TIMEOUT,
                 )
-                for rank, client in enumerate(self._clients)
             )
-        )
+            for rank, client in enumerate(self._clients)
+        ]
+        try:
+            facts = await asyncio.gather(*joining)
+        except LockstepError:
+            await self._expel([client for client, task in zip(self._clients, joining, strict=True) if not task.done()])
+            raise
+        finally:
+            for task in joining:
+                task.cancel()
         group = self._agree(facts, dp, cp)
         for rank in group.ranks:
             self._drivers[rank].open_steps(self._on_outcome, self.lose)
@@ -169,6 +177,16 @@ class GroupSupervisor:
             return divide(dp, max(1, len(self._config.shards)))
         except ValueError as error:
             raise ConfigError(f"--shards: {error}") from None
+
+    async def _expel(self, silent: Sequence[WorkerClient]) -> None:
+        """Ends those workers that have not even left the group before: their steps hang, and the others cannot wait for them."""
+        for client in silent:
+            found = await client.loaded(ATTACH_TIMEOUT)
+            if not found.in_group or found.epoch == self._epoch:
+                continue  # it waits for others
+            log.error("worker %s does not leave epoch %d: expelling it", client.address, found.epoch)
+            reason = f"it did not leave epoch {found.epoch} when the group formed anew as epoch {self._epoch}"
+            await client.expel(found.epoch, self._term, reason, ATTACH_TIMEOUT)
 
     async def _close_open_plans(self, seen: Sequence[Found]) -> None:
         """Lets every rank come out of the plans that a scheduler before this one had sent to some of them only."""

@@ -78,6 +78,11 @@ class Driver:
         """Runs a plan that the log has accepted, after those submitted before."""
         self._jobs.put(plan)
 
+    def interrupt(self, epoch: int) -> None:
+        """A new epoch is there: steps that wait for workers of an older one need wait no longer. May take a while."""
+        if self.group is not None and self.group.epoch < epoch:
+            self._engine.interrupt()
+
     def configure(self, group: GroupConfig) -> Future[WorkerFacts]:
         """Joins a group once the running plan has ended; the same request again gets the same answer."""
         return self.between_plans(lambda: self._configure(group), "configure")
@@ -111,6 +116,11 @@ class Driver:
         log.error("%s", message)
         self._enter(self.state, message)
 
+    def expel(self, reason: str) -> None:
+        """Fails, whatever the step thread is in; from any thread."""
+        log.error("expelled from the group: %s", reason)
+        self._enter(State.FAILED, f"expelled from the group: {reason}")
+
     def stop(self, timeout_s: float) -> bool:
         """Ends the thread after the plans already submitted; False if it was still busy when the time was over."""
         self._jobs.put(None)
@@ -129,12 +139,10 @@ class Driver:
                     if isinstance(job, Plan):
                         self._run(job)
                     else:
-                        self._book(self._engine.poll(wait=True))
+                        self._finish_steps()
                         job()
                 except GroupLost as error:
-                    log.error("%s; waiting to be configured again", error.message)
-                    self._engine.leave()  # those who still wait for this worker learn of it now
-                    self._leave("; ".join(filter(None, (error.message, self.message))))
+                    self._lose(error)
             self._book(self._engine.poll(wait=True))
             self._engine.close()
         except BaseException as error:
@@ -179,6 +187,17 @@ class Driver:
     def followed(self) -> bool:
         """Whether other workers wait for this one's plans."""
         return self.group is not None and self.group.cp > 1 and self.group.cp_rank == 0
+
+    def _finish_steps(self) -> None:
+        try:
+            self._book(self._engine.poll(wait=True))
+        except GroupLost as error:
+            self._lose(error)
+
+    def _lose(self, error: GroupLost) -> None:
+        log.error("%s; waiting to be configured again", error.message)
+        self._engine.leave()  # those who still wait for this worker learn of it now
+        self._leave("; ".join(filter(None, (error.message, self.message))))
 
     def _leave(self, message: str) -> None:
         """Gives up the group; its plans in flight are cut."""

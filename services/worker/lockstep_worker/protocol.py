@@ -103,6 +103,10 @@ class Engine(Protocol):
         """What the worker that this one follows forwarded; waits for it. GroupLost if nothing comes."""
         ...
 
+    def interrupt(self) -> None:
+        """Gives the group up: what waits for other workers raises GroupLost. The only method that any thread may call."""
+        ...
+
     def leave(self) -> None:
         """Leaves the group, if it is in one; the model stays."""
         ...
@@ -199,6 +203,11 @@ class PlanLog:
             if epoch <= self.epoch:
                 raise Conflict(f"epoch {epoch} is in use; configure with epoch {self.epoch + 1} or higher")
 
+    def check(self, epoch: int, term: int) -> None:
+        """Conflict if either is stale."""
+        with self._lock:
+            self._fence(epoch, term)
+
     def close(self) -> None:
         """Leaves the group: no plan is accepted until `configure`."""
         with self._lock:
@@ -246,6 +255,10 @@ class PlanLog:
         layers, slots = self._expert_layers, self._expert_slots
         if header.capture_bucket or ((header.placement_version or header.moved_layer >= 0) and not layers):
             raise Unsupported(f"plan {header.seq} moves experts or captures a graph, which this worker cannot")
+        if header.dual_batch and not layers:
+            raise Unsupported(
+                f"plan {header.seq} is to be computed as two halves, but this worker shares out no experts"
+            )
         if header.moved_layer >= 0 and not (header.moved_layer < layers and len(header.moved_experts) == slots):
             raise InvalidRequest(
                 f"plan {header.seq} moves experts of layer {header.moved_layer} to {len(header.moved_experts)} slots, this worker "

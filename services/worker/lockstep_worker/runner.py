@@ -164,7 +164,6 @@ class Runner:
                 f"{loaded.max_rows} (max_num_seqs) of {loaded.max_model_len} (max_model_len)"
             )
         self.leave()
-        self._in_flight.clear()
         blocks = min(group.num_blocks or loaded.num_blocks, loaded.num_blocks)
         self._group = collectives.form(
             group,
@@ -221,9 +220,15 @@ class Runner:
     def next_plan(self) -> bytes:
         return self._group.next_plan()
 
+    def interrupt(self) -> None:
+        self._group.abort()
+
     def leave(self) -> None:
-        """Leaves the group, if there is one."""
+        """Leaves the group, if there is one. Its steps in flight are forgotten."""
         group, self._group = self._group, Group()
+        self._in_flight.clear()
+        if group.aborted and self._loaded.device.type == "cuda":
+            torch.cuda.synchronize()  # what was queued ends before its communicators do
         group.close()
 
     def close(self) -> None:
@@ -368,6 +373,7 @@ class Runner:
     def _result(self, step: _InFlight) -> StepResult:
         if step.ready is not None:
             step.ready.synchronize()
+        self._group.check()
         words: U64 = step.words.numpy().view(np.uint64).copy()  # the ring they lie in comes round
         result = StepResult(words)
         if step.logprobs is not None and (wanted := step.wanted) is not None:

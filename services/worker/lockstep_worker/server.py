@@ -100,10 +100,20 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
 
     async def Configure(self, request: worker_pb2.ConfigureRequest, context: Context) -> worker_pb2.ConfigureReply:
         try:
+            self._plans.check(request.epoch, request.term)
+            await asyncio.to_thread(self._driver.interrupt, request.epoch)
             facts = await asyncio.wrap_future(self._driver.configure(_group_config(request)))
         except LockstepError as error:
             await rpc.abort(context, error)
         return worker_pb2.ConfigureReply(facts=_facts(facts))
+
+    async def Expel(self, request: worker_pb2.ExpelRequest, context: Context) -> worker_pb2.ExpelReply:
+        try:
+            self._plans.check(request.epoch, request.term)
+        except LockstepError as error:
+            await rpc.abort(context, error)
+        self._driver.expel(request.reason)
+        return worker_pb2.ExpelReply()
 
     async def Attach(self, request: worker_pb2.AttachRequest, context: Context) -> worker_pb2.AttachReply:
         try:
@@ -324,6 +334,7 @@ def _header(data: bytes) -> Header:
         capture_bucket=message.capture_bucket,
         report_loads=message.report_loads,
         moved_experts=tuple(u32(message.moved_experts).tolist()),
+        dual_batch=message.dual_batch,
     )
 
 

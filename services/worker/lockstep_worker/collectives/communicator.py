@@ -7,6 +7,7 @@ recorded; GroupLost says in which one the group broke. Tensors travel as bytes, 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -74,6 +75,10 @@ class Communicator(Protocol):
         """torch's process group of these ranks, for libraries that want one. Unsupported without NCCL."""
         ...
 
+    def abort(self) -> None:
+        """Makes collectives that wait fail, those in captured graphs too, where that can be done; from any thread."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -111,6 +116,9 @@ class Alone:
 
     def process_group(self) -> Any:
         raise Unsupported("a group of one has no process group")
+
+    def abort(self) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -189,6 +197,9 @@ class _OverGroup:
         with self._during(name):
             work = self._call(name, lambda: self._group.allreduce([data], options))
             return self._finish(name, work, lambda: x if data is x else x.copy_(data))
+
+    def abort(self) -> None:
+        pass  # gloo cannot; its collectives end by their timeout, or when another rank's connections close
 
     def close(self) -> None:
         self._group = None  # and its connections
@@ -283,6 +294,8 @@ class OverNccl(_OverGroup):
     ) -> None:
         from torch.distributed import ProcessGroupNCCL  # only CUDA builds of torch have it
 
+        for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"):
+            os.environ.setdefault(name, "0")  # a rank that is lost must not end this process: others decide
         options = ProcessGroupNCCL.Options()
         options._timeout = timeout
         super().__init__(scope, ProcessGroupNCCL(store, rank, size, options), recorder, rank, size)
@@ -295,6 +308,9 @@ class OverNccl(_OverGroup):
         return group
 
     _on_host = False
+
+    def abort(self) -> None:
+        self._group.abort()
 
     def close(self) -> None:
         self._group.abort()

@@ -96,6 +96,7 @@ class Group:
         self._board = board
         self._peers = peers
         self._on_close = on_close
+        self.aborted = False
 
     @property
     def coupled(self) -> bool:
@@ -107,7 +108,8 @@ class Group:
         return self.place.cp_rank > 0
 
     def begin(self, seq: int, step: int) -> None:
-        """What comes belongs to this step."""
+        """What comes belongs to this step. GroupLost if the group was given up."""
+        self.check()
         self.recorder.at(seq, step)
 
     def meet(self, mine: int) -> int:
@@ -144,6 +146,17 @@ class Group:
         if not length:
             return b""
         return self.control.broadcast("plan", torch.empty(length, dtype=torch.uint8)).numpy().tobytes()
+
+    def abort(self) -> None:
+        """Gives the group up: collectives that wait on a device come to an end, with results that mean nothing. From any thread."""
+        self.aborted = True
+        for communicator in (self.world, self.cp):
+            communicator.abort()
+
+    def check(self) -> None:
+        """GroupLost if the group was given up."""
+        if self.aborted:
+            raise GroupLost("the group was given up")
 
     def close(self) -> None:
         self._on_close()

@@ -13,12 +13,13 @@ FLAGS = {
         model served_model_name dp cp shards lockstep tensor_parallel_size dtype kv_cache_dtype device max_model_len max_num_seqs
         max_num_batched_tokens block_size kv_cache_memory_gb threads vote_interval_ms seed redis_url host port grpc_port
         api_key log_dir log_level start_timeout_s num_redundant_experts enable_eplb eplb_window eplb_interval_s
-        eplb_threshold""",
+        eplb_threshold enable_dbo dbo_decode_token_threshold dbo_prefill_token_threshold""",
     ("lockstep_scheduler.config", "SchedulerConfig"): f"""{SERVICE}
         advertise workers shards shard vote_timeout shard_id lockstep max_num_seqs max_model_len max_num_batched_tokens max_waiting vote_interval_ms
         prefill_attempt_interval prefill_any_attempt_interval max_window max_prefill_tokens_per_point watermark
         enable_prefix_caching worker_timeout load_timeout session_grace redis_url ledger_ttl model
-        enable_eplb eplb_window eplb_interval_s eplb_threshold eplb_prefill_weight eplb_nodes expert_load_interval_s""",
+        enable_eplb eplb_window eplb_interval_s eplb_threshold eplb_prefill_weight eplb_nodes expert_load_interval_s
+        enable_dbo dbo_decode_token_threshold dbo_prefill_token_threshold""",
     ("lockstep_worker.config", "WorkerConfig"): f"""{SERVICE}
         model served_model_name dtype kv_cache_dtype load_format device max_num_seqs max_model_len max_num_batched_tokens
         block_size kv_cache_memory_gb gpu_memory_utilization enforce_eager logprobs_mode deterministic threads seed
@@ -50,5 +51,6 @@ def test_every_flag_says_what_it_is(place: tuple[str, str]) -> None:
 def test_secrets_are_marked(place: tuple[str, str]) -> None:
     module, cls = place
     for field in dataclasses.fields(getattr(importlib.import_module(module), cls)):
-        named_so = any(word in field.name for word in ("api_key", "token", "password")) and "tokens" not in field.name
+        words = field.name.replace("token_threshold", "").replace("tokens", "")  # numbers of tokens
+        named_so = any(word in words for word in ("api_key", "token", "password"))
         assert bool(field.metadata.get("secret")) == named_so, field.name

@@ -67,6 +67,15 @@ class UpConfig:
     eplb_threshold: float = setting(
         1.1, "heaviest worker's load over the mean above which a layer's experts move", metavar="RATIO"
     )
+    enable_dbo: bool = setting(
+        False, "dual-batch overlap: large steps are computed as two halves, and tokens of one travel under the other"
+    )
+    dbo_decode_token_threshold: int = setting(
+        32, "rows of the busiest rank from which on decode steps are", metavar="N"
+    )
+    dbo_prefill_token_threshold: int = setting(
+        512, "prompt tokens of the busiest rank from which on prefill steps are", metavar="N"
+    )
     seed: int = setting(-1, "of the generator that gives requests without a seed theirs; -1: a random one", metavar="N")
     redis_url: str = setting("", "redis://..., or none (default: a private Valkey)", metavar="URL")
     host: str = setting("127.0.0.1", "address to listen on")
@@ -93,7 +102,8 @@ class UpConfig:
         self._check("num_redundant_experts", at_least=0)
         self._check("eplb_window", at_least=1)
         self._check("eplb_interval_s", at_least=0)
-        self._check("eplb_threshold", at_least=1)
+        for name in ("eplb_threshold", "dbo_decode_token_threshold", "dbo_prefill_token_threshold"):
+            self._check(name, at_least=1)
         if self.redis_url and self.redis_url != "none" and "://" not in self.redis_url:
             raise ConfigError(f"--redis-url {self.redis_url!r}: expected a URL such as redis://host:6379/0, or none")
         if self.port == self.grpc_port and self.port != 0:

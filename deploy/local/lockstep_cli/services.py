@@ -82,6 +82,9 @@ def compose(config: UpConfig, directory: Path, machine: Machine, token: str) -> 
     if (config.enable_eplb or config.num_redundant_experts) and not experts:
         flag = "--enable-eplb" if config.enable_eplb else "--num-redundant-experts"
         raise ConfigError(f"{flag}: {model_name(config, directory)} has no routed experts")
+    if config.enable_dbo and not (experts and config.dp * config.cp > 1):
+        why = "give --dp" if experts else f"{model_name(config, directory)} has none"
+        raise ConfigError(f"--enable-dbo needs routed experts that several workers share: {why}")
     found = groups(config, experts)
     count = config.dp * config.cp
     addresses = [f"{LOOPBACK}:{port}" for port in machine.ports]
@@ -162,6 +165,7 @@ def _scheduler(
         "max-num-batched-tokens": config.max_num_batched_tokens,
         "vote-interval-ms": config.vote_interval_ms,
         **_eplb(config),
+        **_dbo(config),
         "redis-url": redis_url,
         "shard-id": name,
         "model": model,
@@ -179,6 +183,16 @@ def _eplb(config: UpConfig) -> dict[str, object]:
         "eplb-window": config.eplb_window,
         "eplb-interval-s": config.eplb_interval_s,
         "eplb-threshold": config.eplb_threshold,
+    }
+
+
+def _dbo(config: UpConfig) -> dict[str, object]:
+    if not config.enable_dbo:
+        return {}
+    return {
+        "enable-dbo": True,
+        "dbo-decode-token-threshold": config.dbo_decode_token_threshold,
+        "dbo-prefill-token-threshold": config.dbo_prefill_token_threshold,
     }
 
 

@@ -26,6 +26,7 @@ from lockstep_scheduler.loop import StepLoop
 from lockstep_scheduler.server import SchedulerService
 from lockstep_scheduler.settings import Settings
 from lockstep_scheduler.shards import Following, Hub
+from lockstep_scheduler.vote import DualBatch
 
 if TYPE_CHECKING:
     from lockstep_scheduler.redis_ledger import RedisLedger
@@ -136,6 +137,9 @@ def loop_settings(settings: SchedulerConfig) -> Settings:
             report_interval=settings.expert_load_interval_s,
             nodes=settings.eplb_nodes,
         ),
+        dual=DualBatch(settings.dbo_decode_token_threshold, settings.dbo_prefill_token_threshold)
+        if settings.enable_dbo
+        else None,
     )
 
 

@@ -62,6 +62,11 @@ class SchedulerConfig:
     expert_load_interval_s: float = setting(
         1.0, "seconds between two reports of expert loads, for the metrics too (0: none)"
     )
+    enable_dbo: bool = setting(
+        False, "dual-batch overlap: large steps are computed as two halves, and tokens of one travel under the other"
+    )
+    dbo_decode_token_threshold: int = setting(32, "rows of the largest rank from which on decode steps are")
+    dbo_prefill_token_threshold: int = setting(512, "prompt tokens of the largest rank from which on prefill steps are")
     worker_timeout: float = setting(60.0, "seconds without an outcome after which a worker is given up")
     load_timeout: float = setting(1800.0, "seconds that a worker may take to load its model")
     session_grace: float = setting(10.0, "seconds that requests outlive the session of their router")
@@ -81,7 +86,8 @@ class SchedulerConfig:
         if len(set(self.workers)) != len(self.workers):
             raise ConfigError(f"--workers names an address twice: {', '.join(self.workers)}")
         self._check_shards()
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "max_window"):
+        least_one = ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "max_window")
+        for name in (*least_one, "dbo_decode_token_threshold", "dbo_prefill_token_threshold"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1")
         a, b = self.prefill_attempt_interval, self.prefill_any_attempt_interval

@@ -341,6 +341,10 @@ class StepLoop:
         self._inflight.clear()
         self.pace = Pace()
         self.experts = self._rebalancer(group)
+        if settings.dual is not None and not group.facts.moe_layers:
+            raise ConfigError(
+                "--enable-dbo: the workers share out no routed experts, so that nothing travels in a step"
+            )
         self._set_rules()
         self._last_booked = self._clock.now()
         self.requests.enter(group, self.limits, self.ranks, self.slots)
@@ -493,10 +497,10 @@ class StepLoop:
         if self.group.ranks.start > 0:
             self.rules = None
         elif settings.a:
-            self.rules = Rules(settings.a, settings.b or 4 * settings.a, settings.max_window)
+            self.rules = Rules(settings.a, settings.b or 4 * settings.a, settings.max_window, settings.dual)
         else:
             interval = settings.vote_interval or VOTE_INTERVALS.get(self.group.facts.device, VOTE_INTERVAL)
-            self.rules = rules_for(self.pace.step, interval, settings.max_window)
+            self.rules = replace(rules_for(self.pace.step, interval, settings.max_window), dual=settings.dual)
 
     def _table(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         table = np.full(self.limits.max_rows, -1, np.int64)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from lockstep_common.steps import WorkerFacts
 from lockstep_scheduler.eplb import EplbPolicy
+from lockstep_scheduler.vote import DualBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class Settings:
     worker_timeout: float = 60.0
     grace: float = 10.0
     eplb: EplbPolicy = field(default_factory=EplbPolicy)
+    dual: DualBatch | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,9 @@ As an exchange the kind is one MIN reduction: at an ANY point each rank sends `0
 `1 if want else 0`; `agree` gives each rank the same header whoever computes it.
 
 What the position asks of the next plan (a layer whose experts move, a report of loads) goes into its header; `park` is no plan.
+
+With `DualBatch` a plan is computed as two halves (`dual_batch`) if the largest rank has at least `rows` rows that decode, or
+`tokens` tokens to prefill: smaller halves would read the same weights twice for less than they hide.
 """
 
 from __future__ import annotations
@@ -48,12 +51,21 @@ class Vote:
 
 
 @dataclass(frozen=True, slots=True)
+class DualBatch:
+    """From which size on a plan is computed as two halves, see the law."""
+
+    rows: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Rules:
-    """Intervals in steps, the same on every shard of a group."""
+    """Intervals in steps, and what else the coordinator decides by."""
 
     a: int
     b: int
     max_window: int
+    dual: DualBatch | None = None  # None: never
 
     def __post_init__(self) -> None:
         if not (self.a >= 1 and self.b > self.a and self.b % self.a == 0 and self.max_window >= 1):
@@ -108,6 +120,7 @@ def agree(position: Position, rules: Rules, votes: Sequence[Vote]) -> Header:
             case Point.NONE:
                 kind = Kind.DECODE
     rows = max((v.rows_after if kind is Kind.PREFILL else v.running for v in votes), default=0)
+    tokens = max((v.chunk_tokens for v in votes), default=0)
     move = position.move if kind is not Kind.PARK else None
     return Header(
         epoch=position.epoch,
@@ -116,11 +129,12 @@ def agree(position: Position, rules: Rules, votes: Sequence[Vote]) -> Header:
         first_step=position.step,
         k=_window(position.step, rules, votes) if kind is Kind.DECODE else 1,
         row_bucket=bucket(rows),
-        micro_chunks=(max(v.chunk_tokens for v in votes),) if kind is Kind.PREFILL else (),
+        micro_chunks=(tokens,) if kind is Kind.PREFILL else (),
         placement_version=position.placement_version + (move is not None),
         moved_layer=move.layer if move else -1,
         report_loads=position.report_loads and kind is not Kind.PARK,
         moved_experts=move.experts if move else (),
+        dual_batch=_dual(rules.dual, kind, rows, tokens),
     )
 
 
@@ -152,6 +166,12 @@ def bucket(rows: int) -> int:
         return 4
     step = 8 if rows <= 64 else 16 if rows <= 256 else 64
     return -(-rows // step) * step
+
+
+def _dual(dual: DualBatch | None, kind: Kind, rows: int, tokens: int) -> bool:
+    if dual is None or kind is Kind.PARK:
+        return False
+    return tokens >= dual.tokens if kind is Kind.PREFILL else rows >= dual.rows
 
 
 def _window(step: int, rules: Rules, votes: Sequence[Vote]) -> int:

@@ -29,8 +29,10 @@ from lockstep_kernels.merge import merge
 from lockstep_kernels.prepare import Share
 from lockstep_worker import mirror
 from lockstep_worker.collectives import Communicator
+from lockstep_worker.exchange.layer import ShardedExperts
 from lockstep_worker.inputs import StepInputs, one_token_each
 from lockstep_worker.kv import KvCache, KvSpec
+from lockstep_worker.overlap import Stages
 from lockstep_worker.protocol import spans
 
 if TYPE_CHECKING:
@@ -57,9 +59,9 @@ class Undivided:
         self._routed_once = routed_once
         self.token_ids, self.positions, self.live = inputs.token_ids, inputs.positions, inputs.live
 
-    def feed_forward(self, half: FeedForward, hidden: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    def feed_forward(self, half: FeedForward, hidden: torch.Tensor, tokens: Tokens) -> Stages[torch.Tensor]:
         """The second half of a layer, of hidden [rows, d], which may be overwritten."""
-        return half(hidden, tokens)
+        return _in_stages(half, hidden, tokens)
 
     def kept(self, rows: int) -> Kept | None:
         """Of `rows` rows; None: all."""
@@ -99,11 +101,12 @@ class Replicated(Undivided):
         self._cp = cp
         self._shares: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def feed_forward(self, half: FeedForward, hidden: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    def feed_forward(self, half: FeedForward, hidden: torch.Tensor, tokens: Tokens) -> Stages[torch.Tensor]:
         if not half.routed:
             return half(hidden, tokens)
         index, mine = self._share_of(len(hidden))
-        rows = self._cp.all_gather("routed rows", half(hidden[index], tokens.of(index, mine)))
+        routed = yield from _in_stages(half, hidden[index], tokens.of(index, mine))
+        rows = self._cp.all_gather("routed rows", routed)
         return rows.transpose(0, 1).flatten(0, 1)[: len(hidden)]
 
     def attend(
@@ -204,8 +207,8 @@ class Mirrored:
         self._lay_out_new(lens, starts)
         self.pieces = self._cut(lens, starts, max(1, PIECE_BYTES // (cp.size * block_bytes)))
 
-    def feed_forward(self, half: FeedForward, hidden: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        return half(hidden, tokens)
+    def feed_forward(self, half: FeedForward, hidden: torch.Tensor, tokens: Tokens) -> Stages[torch.Tensor]:
+        return _in_stages(half, hidden, tokens)
 
     def kept(self, rows: int) -> Kept | None:
         if len(self._gathered) > self.rows:
@@ -358,6 +361,13 @@ class MirroredAttention:
         if len(self._plans) > _PLANS:
             del self._plans[next(iter(self._plans))]
         return plan
+
+
+def _in_stages(half: FeedForward, hidden: torch.Tensor, tokens: Tokens) -> Stages[torch.Tensor]:
+    """Only tokens whose experts are on other workers wait for anything."""
+    if isinstance(half, ShardedExperts):
+        return (yield from half.stages(hidden, tokens))
+    return half(hidden, tokens)
 
 
 def _at_least_two(index: torch.Tensor, rows: int) -> torch.Tensor:

@@ -41,6 +41,7 @@ class StepInputs:
     )
     scored: Scored | None = None
     expert_rows: int = 0  # host: the most tokens that any rank brings to its experts, as all ranks know; 0: none knows
+    dual_batch: bool = False  # host: all ranks compute the pass as two halves that take turns, see `overlap`
 
 
 def one_token_each(inputs: StepInputs) -> StepInputs:

@@ -108,6 +108,19 @@ def test_experts_move_only_where_there_are_some(tmp_path: Path, dense: Path) -> 
             compose(config, dense, machine(1), "s")
 
 
+def test_halves_of_a_step_need_experts_on_several_workers(tmp_path: Path, dense: Path) -> None:
+    (tmp_path / "moe").mkdir()
+    moe = model(tmp_path / "moe", {"num_experts": 8})
+    config = UpConfig(dp=2, enable_dbo=True, dbo_decode_token_threshold=4)
+    (scheduler,) = of(compose(config, moe, machine(2), "s"), Role.SCHEDULER)
+    assert "--enable-dbo" in scheduler.command and flag(scheduler, "dbo-decode-token-threshold") == "4"
+    (scheduler,) = of(compose(UpConfig(dp=2), moe, machine(2), "s"), Role.SCHEDULER)
+    assert not any("dbo" in argument for argument in scheduler.command)
+    for directory, why in (moe, "give --dp"), (dense, "has none"):
+        with pytest.raises(ConfigError, match=f"--enable-dbo.*{why}"):
+            compose(UpConfig(enable_dbo=True), directory, machine(1), "s")
+
+
 def test_experts_inside_a_text_config_and_absent_ones(tmp_path: Path) -> None:
     assert has_routed_experts(model(tmp_path, {"text_config": {"num_experts": 4}}))
     assert not has_routed_experts(model(tmp_path, {"num_experts": None}))

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lockstep_worker.exchange import Exchange, Layout
+from lockstep_worker.overlap import last_of
 
 TOKENS, HIDDEN, CHOSEN, SLOTS = 3, 8, 2, 4
 Recorded = tuple[str, dict[str, Any]]
@@ -160,9 +161,10 @@ def test_the_buffer_is_made_for_the_largest_pass(exchange: Exchange, group: Any)
 
 def test_a_dispatch_with_counts_waits_for_the_host(exchange: Exchange) -> None:
     x, ids, weights = brought()
-    arrive = exchange.dispatch("e", x, ids, weights)
+    stages = exchange.dispatch("e", x, ids, weights)
+    next(stages)
     name, given = calls(exchange)[-1]
-    arrived = arrive()
+    arrived = last_of(stages)
     assert calls(exchange)[-1][0] == "wait"
     assert name == "dispatch" and given["do_cpu_sync"] is True and given["num_max_tokens_per_rank"] == 16
     assert given["num_experts"] == SLOTS and given["expert_alignment"] == 1 and not given["do_expand"]
@@ -174,24 +176,24 @@ def test_a_dispatch_with_counts_waits_for_the_host(exchange: Exchange) -> None:
 
 def test_a_captured_dispatch_reads_nothing_behind_what_came(exchange: Exchange) -> None:
     x, ids, weights = brought()
-    arrived = exchange.dispatch("e", x, ids, weights, capacity=5)()
+    arrived = last_of(exchange.dispatch("e", x, ids, weights, capacity=5))
     given = dict(calls(exchange))["dispatch"]
     assert given["do_cpu_sync"] is False and given["num_max_tokens_per_rank"] == 5
     assert arrived.ids is not None and arrived.x.shape == (10, HIDDEN)
     assert arrived.ids.tolist() == 2 * [[0, -1], [1, -1], [-1, -1]] + 4 * [[-1, -1]]
     with pytest.raises(ValueError, match="3 tokens, but all ranks agreed on at most 2"):
-        exchange.dispatch("e", x, ids, weights, capacity=2)()
+        last_of(exchange.dispatch("e", x, ids, weights, capacity=2))
 
 
 def test_the_expanded_layout_is_asked_for_as_it_is(exchange: Exchange) -> None:
-    arrived = exchange.dispatch("e", *brought(), layout=Layout(expand=True, alignment=128, zero_padding=True))()
+    arrived = last_of(exchange.dispatch("e", *brought(), layout=Layout(expand=True, alignment=128, zero_padding=True)))
     given = dict(calls(exchange))["dispatch"]
     assert given["do_expand"] and given["do_zero_padding"] and given["expert_alignment"] == 128
     assert arrived.ids is None and arrived.handle.do_expand
 
 
 def test_results_travel_while_what_is_added_to_them_is_computed(exchange: Exchange) -> None:
-    arrived = exchange.dispatch("e", *brought())()
+    arrived = last_of(exchange.dispatch("e", *brought()))
     finish = exchange.combine("e", arrived.x, arrived.handle)
     plus = torch.ones(TOKENS, HIDDEN)  # of another dtype than the rows
     got = finish(plus)
@@ -210,6 +212,6 @@ def test_results_travel_while_what_is_added_to_them_is_computed(exchange: Exchan
 
 def test_a_rank_without_tokens_sends_one_that_goes_nowhere(exchange: Exchange) -> None:
     x, ids, weights = brought(0)
-    arrived = exchange.dispatch("e", x, ids, weights)()
+    arrived = last_of(exchange.dispatch("e", x, ids, weights))
     assert dict(calls(exchange))["dispatch"]["topk_idx"].tolist() == [[-1, -1]]
     assert exchange.combine("e", arrived.x, arrived.handle)(x).shape == (0, HIDDEN)

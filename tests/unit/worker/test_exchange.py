@@ -277,9 +277,6 @@ class Watched(Alone):
     def __init__(self, inner: Communicator) -> None:
         self.inner, self.rank, self.size, self.bytes = inner, inner.rank, inner.size, 0
 
-    def swap(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        return self.inner.swap(name, x)  # counts
-
     def all_gather_later(self, name: str, x: torch.Tensor) -> Callable[[], torch.Tensor]:
         self.bytes += x.nbytes * (1 + self.size)
         return self.inner.all_gather_later(name, x)
@@ -291,7 +288,7 @@ class Watched(Alone):
         return self.inner.all_to_all_later(name, x, sent, received)
 
     def swap_later(self, name: str, x: torch.Tensor) -> Callable[[], torch.Tensor]:
-        self.bytes += x.nbytes
+        self.bytes += 0 if name.endswith("counts") else x.nbytes
         return self.inner.swap_later(name, x)
 
 

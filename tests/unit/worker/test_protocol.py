@@ -94,12 +94,22 @@ def test_experts_move_within_what_the_worker_has() -> None:
     asked = plan(1)
     for layer, slots in ((2, 6), (1, 5)):
         header = replace(asked.header, moved_layer=layer, moved_experts=(0,) * slots, placement_version=1)
-        with pytest.raises(InvalidRequest, match=f"layer {layer} to {slots} slots, this worker has 2 such layers of 6 slots"):
+        with pytest.raises(
+            InvalidRequest, match=f"layer {layer} to {slots} slots, this worker has 2 such layers of 6 slots"
+        ):
             log.accept(replace(asked, header=header), 0)
     header = replace(asked.header, moved_layer=1, moved_experts=(0, 1, 2, 3, 0, 1), placement_version=1)
     assert log.accept(replace(asked, header=header), 0)
     with pytest.raises(Unsupported, match="captures a graph"):
         log.accept(replace(plan(2), header=replace(plan(2).header, capture_bucket=1)), 0)
+
+
+def test_halves_need_experts_that_are_shared_out() -> None:
+    asked = plan(1)
+    halved = replace(asked, header=replace(asked.header, dual_batch=True))
+    with pytest.raises(Unsupported, match="plan 1 is to be computed as two halves"):
+        configured().accept(halved, 0)
+    assert configured(replace(FACTS, moe_layers=2)).accept(halved, 0)
 
 
 def test_a_worker_in_no_group_takes_no_plan() -> None:

@@ -1,11 +1,9 @@
 """The way of tokens to experts on other workers, and back.
 
-    arrive = exchange.dispatch("experts 3", x, ids, weights)
-    ...                                                       # what runs while rows travel
-    arrived = arrive()
-    results = ...                                             # what the experts here make of the arrived rows
+    arrived = yield from exchange.dispatch("experts 3", x, ids, weights)    # pauses while rows travel
+    results = ...                                                           # what the experts here make of the arrived rows
     finish = exchange.combine("experts 3", results, arrived.handle)
-    ...                                                       # what runs while results travel
+    ...                                                                     # what runs while results travel
     y = finish(plus, then)
 
     Local         one rank: nothing travels
@@ -18,13 +16,13 @@ there, and the token's own rank adds the sums, in the order of ranks; or, where 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from lockstep_worker.exchange.handle import DEDUPLICATED, Handle, Layout
+from lockstep_worker.overlap import Stages
 
 __all__ = ["DEDUPLICATED", "Arrived", "Exchange", "Finish", "Handle", "Layout"]
 
@@ -60,10 +58,10 @@ class Exchange(Protocol):
         *,
         capacity: int = 0,
         layout: Layout = DEDUPLICATED,
-    ) -> Callable[[], Arrived]:
-        """Begins to send x [T, d] to where its slots ids int32 [T, k] are (-1: none), with weights float32 [T, k].
+    ) -> Stages[Arrived]:
+        """Sends x [T, d] to where its slots ids int32 [T, k] are (-1: none), with weights float32 [T, k].
 
-        Returns a call, made once, that gives what has come from everybody.
+        Pauses while something travels: equally often on all ranks, whatever they bring. Gives what has come from everybody.
 
         capacity: the most tokens that any rank brings, known to all; then no size depends on data, and nothing waits for the
         device, as a captured step needs. 0: the ranks tell each other how many rows come. ValueError if T is above it.

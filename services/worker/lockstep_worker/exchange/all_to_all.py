@@ -8,7 +8,6 @@ no fewer would do, as all tokens may choose one rank's experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -17,6 +16,7 @@ from lockstep_kernels.gather_sum import gather_sum
 from lockstep_worker.collectives import Communicator
 from lockstep_worker.exchange import DEDUPLICATED, Arrived, Finish, Handle, Layout
 from lockstep_worker.exchange.handle import Dispatched, Traffic, added, expanded
+from lockstep_worker.overlap import Stages
 
 _UNIT: Final = 16  # a row on the way is a multiple of so many bytes
 
@@ -41,7 +41,7 @@ class AllToAll:
         *,
         capacity: int = 0,
         layout: Layout = DEDUPLICATED,
-    ) -> Callable[[], Arrived]:
+    ) -> Stages[Arrived]:
         if capacity:
             return self._with_capacity(name, x, ids, weights, layout, capacity)
         return self._with_counts(name, x, ids, weights, layout)
@@ -82,7 +82,7 @@ class AllToAll:
 
     def _with_counts(
         self, name: str, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, layout: Layout
-    ) -> Callable[[], Arrived]:
+    ) -> Stages[Arrived]:
         tokens, size = len(ids), self._world.size
         ranks, token = self._ranks(ids), torch.arange(tokens, device=ids.device)
         sends = torch.zeros(size + 1, tokens, dtype=torch.bool, device=ids.device)
@@ -94,7 +94,9 @@ class AllToAll:
             ids.long().div(self._local, rounding_mode="floor")[:, :, None] == torch.arange(size, device=ids.device)
         ).sum((0, 1))
         counts = torch.stack((sends.sum(1), pairs, torch.full_like(pairs, tokens)), 1)
-        theirs = self._world.swap(f"{name}, counts", counts)
+        counted = self._world.swap_later(f"{name}, counts", counts)
+        yield
+        theirs = counted()
         numbers = torch.cat((counts[:, :2], theirs), 1).T.tolist()
         sent, sent_pairs, received, received_pairs, brought = (tuple(column) for column in numbers)
         order = (~sends.flatten()).to(torch.uint8).argsort(stable=True)[: sum(sent)]
@@ -102,11 +104,12 @@ class AllToAll:
         packed = _pack(x[sources], ids[sources], weights[sources], sources)
         coming = self._world.all_to_all_later(f"{name}, rows", packed, sent, received)
         traffic = Traffic(sources, sent, received, sent_pairs, received_pairs)
-        return lambda: self._arrived(x, ids, coming(), layout, theirs[:, 0], returns, max(brought), traffic)
+        yield
+        return self._arrived(x, ids, coming(), layout, theirs[:, 0], returns, max(brought), traffic)
 
     def _with_capacity(
         self, name: str, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, layout: Layout, capacity: int
-    ) -> Callable[[], Arrived]:
+    ) -> Stages[Arrived]:
         tokens = len(ids)
         if tokens > capacity:
             raise ValueError(f"{name}: {tokens} tokens, but all ranks agreed on at most {capacity}")
@@ -116,7 +119,8 @@ class AllToAll:
         packed = _pack(pad(x, missing), pad(ids, missing, value=-1), pad(weights, missing), token)
         coming = self._world.all_gather_later(f"{name}, rows", packed)
         came = torch.full((self._world.size,), capacity, device=ids.device)
-        return lambda: self._arrived(x, ids, coming().flatten(0, 1), layout, came, returns, capacity)
+        yield
+        return self._arrived(x, ids, coming().flatten(0, 1), layout, came, returns, capacity)
 
     def _arrived(
         self,

@@ -5,12 +5,12 @@ Its kernels read and write the other GPUs' memory. Rows are bfloat16. What is wr
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from lockstep_worker.exchange import DEDUPLICATED, Arrived, Finish, Handle, Layout
+from lockstep_worker.overlap import Stages
 
 
 class DeepEp:
@@ -41,7 +41,7 @@ class DeepEp:
         *,
         capacity: int = 0,
         layout: Layout = DEDUPLICATED,
-    ) -> Callable[[], Arrived]:
+    ) -> Stages[Arrived]:
         most = capacity or self._tokens
         if len(ids) > most:
             raise ValueError(f"{name}: {len(ids)} tokens, but all ranks agreed on at most {most}")
@@ -64,18 +64,14 @@ class DeepEp:
             async_with_compute_stream=True,
             allocate_on_comm_stream=True,
         )
-
-        def arrive() -> Arrived:
-            done.current_stream_wait()
-            if layout.expand:
-                return Arrived(rows, None, factors, handle)
-            ids = here
-            if capacity:  # behind the rows that came is room that nobody wrote
-                came = torch.arange(len(rows), device=rows.device) < handle.psum_num_recv_tokens_per_scaleup_rank[-1]
-                ids = torch.where(came[:, None], ids, -1)
-            return Arrived(rows, ids.int(), factors, handle)
-
-        return arrive
+        yield
+        done.current_stream_wait()
+        if layout.expand:
+            return Arrived(rows, None, factors, handle)
+        if capacity:  # behind the rows that came is room that nobody wrote
+            came = torch.arange(len(rows), device=rows.device) < handle.psum_num_recv_tokens_per_scaleup_rank[-1]
+            here = torch.where(came[:, None], here, -1)
+        return Arrived(rows, here.int(), factors, handle)
 
     def combine(self, name: str, rows: torch.Tensor, handle: Handle) -> Finish:
         if rows.dim() == 3:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -24,24 +24,12 @@ from lockstep_worker.exchange.backends import open_exchange
 from lockstep_worker.exchange.local import Local
 from lockstep_worker.exchange.moves import exchange_experts, plan_moves
 from lockstep_worker.exchange.placement import Placement, Sharding
+from lockstep_worker.overlap import Stages, last_of
 from lockstep_worker.protocol import steps_of
 
 if TYPE_CHECKING:
     from lockstep_worker.models.decoder import Tokens
     from lockstep_worker.weights import Checkpoint
-
-
-Stages = Generator[None, None, torch.Tensor]  # yields where it would wait; returns hidden states
-
-
-def last_of(stages: Stages) -> torch.Tensor:
-    """What they return, without anything in between."""
-    while True:
-        try:
-            next(stages)
-        except StopIteration as end:
-            result: torch.Tensor = end.value
-            return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,17 +79,15 @@ class ShardedExperts:
         """See `lockstep_worker.models.decoder.FeedForward`; there may be no rows."""
         return last_of(self.stages(hidden, tokens))
 
-    def stages(self, hidden: torch.Tensor, tokens: Tokens) -> Stages:
-        """The same in three parts: it yields where rows, and where results, have begun to travel, so that something else can be
-        computed before it goes on."""
+    def stages(self, hidden: torch.Tensor, tokens: Tokens) -> Stages[torch.Tensor]:
+        """The same; it pauses where rows (and before them their number, if it is not known), and where results, have begun to
+        travel, so that something else can be computed before it goes on."""
         x = rms_norm(hidden, *self.norm)
         ids, factors = self._choose(x, tokens.live)
         self._count(ids, tokens.kind)
         slots = self.placement.choose(ids, tokens.spread)
         sent = x.to(self.weights.dtype)  # the same on all ranks, whichever form of the weights a pass of theirs takes
-        arrive = self.exchange.dispatch(self.name, sent, slots, factors, capacity=tokens.capacity)
-        yield
-        arrived = arrive()
+        arrived = yield from self.exchange.dispatch(self.name, sent, slots, factors, capacity=tokens.capacity)
         assert arrived.ids is not None
         rows = arrived.x.to(x.dtype)
         if self.weights.deterministic:  # bits must not depend on where experts are: all results apart, as on one worker
@@ -174,10 +160,10 @@ class ShardedLayers:
         """Whether an expert can have several slots."""
         return self.slots > self.experts
 
-    def accompany(self, hidden: torch.Tensor, tokens: Tokens) -> None:
+    def accompany(self, hidden: torch.Tensor, tokens: Tokens) -> Stages[None]:
         """Takes part in a pass in which only other ranks have tokens: hidden [0, d]."""
         for layer in self.layers:
-            layer(hidden, tokens)
+            yield from layer.stages(hidden, tokens)
 
     def join(self, group: Group) -> None:
         """Exchanges tokens with this group from now on; placements are the initial ones again.

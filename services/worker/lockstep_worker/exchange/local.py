@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from lockstep_worker.exchange import DEDUPLICATED, Arrived, Finish, Handle, Layout
 from lockstep_worker.exchange.handle import Dispatched, added, expanded
+from lockstep_worker.overlap import Stages
 
 
 class Local:
@@ -29,15 +28,15 @@ class Local:
         *,
         capacity: int = 0,
         layout: Layout = DEDUPLICATED,
-    ) -> Callable[[], Arrived]:
+    ) -> Stages[Arrived]:
         here = torch.where(ids < 0, ids, ids % self._local)
         count = torch.tensor([len(ids)], dtype=torch.int32, device=ids.device)
         tokens = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
         handle = Dispatched(self._local, 1, len(ids), layout, ids, here, tokens, count, tokens[:, None])
         if layout.expand:
             x, weights = expanded(x, weights, handle)
-        arrived = Arrived(x, None if layout.expand else here, weights, handle)
-        return lambda: arrived
+        yield
+        return Arrived(x, None if layout.expand else here, weights, handle)
 
     def combine(self, name: str, rows: torch.Tensor, handle: Handle) -> Finish:
         assert isinstance(handle, Dispatched)

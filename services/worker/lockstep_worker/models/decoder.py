@@ -35,6 +35,7 @@ from lockstep_worker.models.attention import (
     padded,
 )
 from lockstep_worker.models.layers import Rope, check_full_attention, config_hash, padded_rows, read_rope
+from lockstep_worker.overlap import Stages, halve, last_of, take_turns
 from lockstep_worker.quantisation import Scales, read_quantisation
 from lockstep_worker.weights import Checkpoint, ConfigFile, Loading
 
@@ -369,9 +370,15 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, kv: KvCache) -> torch.Tensor:
+        if not inputs.dual_batch:
+            return last_of(self._hidden(inputs, kv))
+        halves = halve(inputs)
+        return halves.merged(*take_turns([self._hidden(half, kv) for half in (halves.first, halves.second)]))
+
+    def _hidden(self, inputs: StepInputs, kv: KvCache) -> Stages[torch.Tensor]:
         form = self._forms[inputs.kind]
         if len(inputs.token_ids) == 0:
-            return self._accompany(inputs, form.dtype)
+            return (yield from self._accompany(inputs, form.dtype))
         division = self._divide(inputs, kv)
         rows = padded_rows(len(division.token_ids), form.layout, self.deterministic)
         hidden = torch.nn.functional.embedding(padded(division.token_ids, rows), self._embedding).to(form.dtype)
@@ -380,12 +387,12 @@ class Decoder:
         *earlier, last = self._layers
         for i, layer in enumerate(earlier):
             hidden = step.attend(layer.attention, hidden, kv.layer(0, i))
-            hidden = division.feed_forward(layer.feed_forward, hidden, tokens)
+            hidden = yield from division.feed_forward(layer.feed_forward, hidden, tokens)
         kept = division.kept(rows)  # of the last layer, as nothing after it reads the other tokens
         if kept is not None:
             tokens = tokens.of(kept.index, kept.mine)
         hidden = step.attend(last.attention, hidden, kv.layer(0, len(earlier)), None if kept is None else kept.index)
-        hidden = division.feed_forward(last.feed_forward, hidden, tokens)
+        hidden = yield from division.feed_forward(last.feed_forward, hidden, tokens)
         return rms_norm(division.wanted(hidden), *self._final_norm)
 
     @torch.inference_mode()
@@ -415,11 +422,11 @@ class Decoder:
             return MirroredAttentionPass(self._config, self._tables, division, rows, kv, dtype, self.deterministic)
         return AttentionPass(self._config, self._tables, division, rows, kv, dtype, self.deterministic)
 
-    def _accompany(self, inputs: StepInputs, dtype: torch.dtype) -> torch.Tensor:
+    def _accompany(self, inputs: StepInputs, dtype: torch.dtype) -> Stages[torch.Tensor]:
         """A pass without a token: what the other ranks need of this one's experts. Returns no hidden state."""
         hidden = self._embedding.new_empty(0, self._config.hidden, dtype=dtype)
         if self.experts is not None:
-            self.experts.accompany(hidden, Tokens(inputs.kind, None, None, self._most(inputs)))
+            yield from self.experts.accompany(hidden, Tokens(inputs.kind, None, None, self._most(inputs)))
         return hidden
 
     def _tokens(self, inputs: StepInputs, division: Division, rows: int) -> Tokens:

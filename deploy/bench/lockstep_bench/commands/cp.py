@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=8192, metavar="N")
     parser.add_argument("--shape", default="smollm2-135m", help="of a dense model")
     parser.add_argument("--layers", type=int, default=2, metavar="N", help="of its first ones")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="the best counts")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="each figure is the best of so many")
 
 
 def run(args: argparse.Namespace) -> int:

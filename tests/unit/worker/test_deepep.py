@@ -207,7 +207,7 @@ def test_results_travel_while_what_is_added_to_them_is_computed(exchange: Exchan
     again = exchange.combine("e", arrived.x, arrived.handle)(plus, then=2 * plus)
     assert torch.equal(again, 3 + brought()[0].float())
     with pytest.raises(ValueError, match="cannot keep them apart"):
-        exchange.combine("e", arrived.x[:, None], arrived.handle)
+        exchange.combine("e", arrived.x, arrived.handle, apart=True)
 
 
 def test_a_rank_without_tokens_sends_one_that_goes_nowhere(exchange: Exchange) -> None:

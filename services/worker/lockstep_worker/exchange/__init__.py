@@ -21,10 +21,10 @@ from typing import Protocol
 
 import torch
 
-from lockstep_worker.exchange.handle import DEDUPLICATED, Handle, Layout
+from lockstep_worker.exchange.handle import DEDUPLICATED, EXPANDED, Handle, Layout
 from lockstep_worker.overlap import Stages
 
-__all__ = ["DEDUPLICATED", "Arrived", "Exchange", "Finish", "Handle", "Layout"]
+__all__ = ["DEDUPLICATED", "EXPANDED", "Arrived", "Exchange", "Finish", "Handle", "Layout"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,11 @@ class Arrived:
     ids: torch.Tensor | None
     weights: torch.Tensor
     handle: Handle
+
+    def slots(self) -> torch.Tensor:
+        """int32 [M]: the local slot of each expanded row; alignment 1, so that there are no others."""
+        rows = torch.arange(len(self.x), dtype=torch.int32, device=self.x.device)
+        return torch.searchsorted(self.handle.psum_num_recv_tokens_per_expert, rows, right=True, out_int32=True)
 
 
 class Finish(Protocol):
@@ -68,12 +73,12 @@ class Exchange(Protocol):
         """
         ...
 
-    def combine(self, name: str, rows: torch.Tensor, handle: Handle) -> Finish:
+    def combine(self, name: str, rows: torch.Tensor, handle: Handle, *, apart: bool = False) -> Finish:
         """Begins to send back what became of the arrived rows, weighted: rows like `Arrived.x`.
 
-        Deduplicated ones also [N, k, d], a row for each slot (undefined where there is none): then they come back apart and a
-        token's are added in the order of its slots, wherever those are. More travels, and places do not change bits.
-        ValueError if the backend cannot.
+        apart: a token's results come back one by one and are added in the order of its slots, wherever those are: more travels,
+        and places do not change bits. Expanded rows are given as they are, deduplicated ones as [N, k, d], one for each slot
+        (undefined where there is none). ValueError if the backend cannot.
         """
         ...
 

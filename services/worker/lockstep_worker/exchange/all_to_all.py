@@ -56,20 +56,21 @@ class AllToAll:
         rows = self._world.all_to_all(f"{name}, rows", x[traffic.sources], traffic.sent, traffic.received)
         return Arrived(rows, arrived.ids, arrived.weights, handle)
 
-    def combine(self, name: str, rows: torch.Tensor, handle: Handle) -> Finish:
+    def combine(self, name: str, rows: torch.Tensor, handle: Handle, *, apart: bool = False) -> Finish:
         assert isinstance(handle, Dispatched)
-        apart, traffic, hidden = rows.dim() == 3, handle.traffic, rows.shape[-1]
-        if handle.do_expand:
-            rows = gather_sum(rows, handle.slots)
+        traffic, hidden = handle.traffic, rows.shape[-1]
         if traffic is None:
+            if handle.do_expand:
+                index = handle.slots.view(-1, 1) if apart else handle.slots
+                rows = gather_sum(rows, index)
             coming = self._world.swap_later(f"{name}, results", rows.view(self._world.size, -1, hidden))
+        elif apart:
+            pairs = handle.slots.flatten()[handle.pairs] if handle.do_expand else handle.pairs
+            rows = rows.view(-1, hidden)[pairs.long()]
+            coming = self._world.all_to_all_later(f"{name}, results", rows, traffic.received_pairs, traffic.sent_pairs)
         else:
-            sent, received = traffic.sent, traffic.received
-            if apart:
-                sent, received = traffic.sent_pairs, traffic.received_pairs
-                absent = (handle.recv_topk_idx < 0).flatten().to(torch.uint8)
-                rows = rows.view(-1, hidden)[absent.argsort(stable=True)[: sum(received)]]
-            coming = self._world.all_to_all_later(f"{name}, results", rows, received, sent)
+            rows = gather_sum(rows, handle.slots) if handle.do_expand else rows
+            coming = self._world.all_to_all_later(f"{name}, results", rows, traffic.received, traffic.sent)
         index = handle.pair_returns if apart else handle.returns
 
         def finish(plus: torch.Tensor, then: torch.Tensor | None = None) -> torch.Tensor:
@@ -155,19 +156,20 @@ class AllToAll:
 def bytes_held(
     ranks: int, tokens: int, hidden: int, chosen: int, dtype: torch.dtype, *, captured: bool, apart: bool
 ) -> int:
-    """Bytes of a dispatch and its combine, beside what they are given, if every rank brings so many tokens.
+    """Bytes of a dispatch and its combine, beside what they are given and what experts would take of this rank's own tokens, if
+    every rank brings so many tokens.
 
     captured: of the way with a capacity of so many. Else, of the way with counts, if experts are equally busy: a rank whose
     experts are busier gets more rows, up to those of all ranks. apart: a token's results come back one by one.
     """
     row = hidden * dtype.itemsize
     packed = _width(row, chosen)
-    rows = ranks * tokens if captured else tokens * min(ranks, chosen)
-    results = rows * (chosen if apart else 1)  # what the experts make of the rows
-    travelling = results if captured else tokens * chosen if apart else rows
-    sent = tokens * packed if captured else rows * (packed + row)
-    selected = travelling * row if apart and not captured else 0
-    return sent + rows * (packed + row + 8 * chosen) + (results + travelling) * row + selected
+    if captured:  # packed once; arrived, packed and unpacked; what experts make of them; what returns
+        results = ranks * tokens * (chosen if apart else 1)
+        return tokens * packed + ranks * tokens * (packed + row + 8 * chosen) + 2 * results * row
+    rows = tokens * min(ranks, chosen)
+    results = tokens * chosen if apart else rows  # in the order in which they are sent, and when they return
+    return rows * (packed + row) + rows * (packed + row + 8 * chosen) + 2 * results * row
 
 
 def _width(row: int, chosen: int) -> int:

@@ -73,8 +73,8 @@ class DeepEp:
             here = torch.where(came[:, None], here, -1)
         return Arrived(rows, here.int(), factors, handle)
 
-    def combine(self, name: str, rows: torch.Tensor, handle: Handle) -> Finish:
-        if rows.dim() == 3:
+    def combine(self, name: str, rows: torch.Tensor, handle: Handle, *, apart: bool = False) -> Finish:
+        if apart:
             raise ValueError("DeepEP adds a token's results by rank: it cannot keep them apart")
         rows_done = self._buffer.capture()
 

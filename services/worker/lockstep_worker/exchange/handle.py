@@ -31,6 +31,7 @@ class Layout:
 
 
 DEDUPLICATED: Final = Layout()
+EXPANDED: Final = Layout(expand=True)
 
 
 class Handle(Protocol):
@@ -135,7 +136,10 @@ class Dispatched:
 
     @property
     def num_expanded_tokens(self) -> int:
-        """Rows of the expanded layout, those between groups too. Waits for the device."""
+        """Rows of the expanded layout, those between groups too. Waits for the device, unless it was a dispatch with counts and
+        there are none between groups."""
+        if self.traffic is not None and self.expert_alignment == 1:
+            return sum(self.traffic.received_pairs)
         return sum(self.num_recv_tokens_per_expert_list)
 
     @property
@@ -152,6 +156,15 @@ class Dispatched:
             order = rank.argsort(stable=True)
             places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return torch.where(slots < 0, -1, places).view(tokens, chosen).int()
+
+    @cached_property
+    def pairs(self) -> torch.Tensor:
+        """int64: the (row, column) pairs of recv_topk_idx that are one, flat and ascending. Waits for the device unless it was a
+        dispatch with counts."""
+        absent = self.recv_topk_idx.flatten() < 0
+        if self.traffic is None:
+            return (~absent).nonzero().squeeze(1)
+        return absent.to(torch.uint8).argsort(stable=True)[: sum(self.traffic.received_pairs)]
 
     @cached_property
     def slots(self) -> torch.Tensor:
@@ -185,14 +198,13 @@ def aligned(counts: torch.Tensor, alignment: int) -> torch.Tensor:
 
 def expanded(x: torch.Tensor, weights: torch.Tensor, handle: Dispatched) -> tuple[torch.Tensor, torch.Tensor]:
     """(rows [M, d], weights [M]) of arrived rows x [N, d] and weights [N, k] in the handle's expanded layout."""
-    slots = handle.slots.flatten().long()
-    present = (slots >= 0).nonzero().squeeze(1)
-    places, chosen = slots[present], max(1, handle.recv_topk_idx.shape[1])
+    pairs, chosen = handle.pairs, max(1, handle.recv_topk_idx.shape[1])
+    places = handle.slots.flatten()[pairs].long()
     make = torch.zeros if handle.layout.zero_padding else torch.empty
     rows = make(handle.num_expanded_tokens, x.shape[1], dtype=x.dtype, device=x.device)
     factors = make(rows.shape[0], dtype=weights.dtype, device=x.device)
-    rows[places] = x[present.div(chosen, rounding_mode="floor")]
-    factors[places] = weights.flatten()[present]
+    rows[places] = x[pairs.div(chosen, rounding_mode="floor")]
+    factors[places] = weights.flatten()[pairs]
     return rows, factors
 
 

@@ -18,7 +18,7 @@ from lockstep_kernels.moe import ExpertWeights, Gate, Weight
 from lockstep_kernels.rms_norm import Norm, rms_norm
 from lockstep_kernels.swiglu import GateUp, swiglu
 from lockstep_worker.collectives import Communicator, Group
-from lockstep_worker.exchange import Exchange
+from lockstep_worker.exchange import DEDUPLICATED, EXPANDED, Arrived, Exchange
 from lockstep_worker.exchange.all_to_all import bytes_held
 from lockstep_worker.exchange.backends import open_exchange
 from lockstep_worker.exchange.local import Local
@@ -87,20 +87,29 @@ class ShardedExperts:
         self._count(ids, tokens.kind)
         slots = self.placement.choose(ids, tokens.spread)
         sent = x.to(self.weights.dtype)  # the same on all ranks, whichever form of the weights a pass of theirs takes
-        arrived = yield from self.exchange.dispatch(self.name, sent, slots, factors, capacity=tokens.capacity)
-        assert arrived.ids is not None
-        rows = arrived.x.to(x.dtype)
-        if self.weights.deterministic:  # bits must not depend on where experts are: all results apart, as on one worker
-            pairs = moe.experts(rows, arrived.ids, arrived.weights, self.weights)
-            finish = self.exchange.combine(self.name, pairs.to(sent.dtype), arrived.handle)
+        capacity, layout = tokens.capacity, DEDUPLICATED if tokens.capacity else EXPANDED
+        arrived = yield from self.exchange.dispatch(self.name, sent, slots, factors, capacity=capacity, layout=layout)
+        apart = self.weights.deterministic  # as on one worker, so that bits do not depend on where experts are
+        results = self._results(arrived, x.dtype, apart=apart).to(sent.dtype)
+        finish = self.exchange.combine(self.name, results, arrived.handle, apart=apart)
+        if apart:
             last = None if self.shared is None else self.shared(x)
             yield
             return finish(hidden, last)
-        results = moe.mix(rows, arrived.ids, arrived.weights, self.weights, plus=torch.zeros_like(rows))
-        finish = self.exchange.combine(self.name, results.to(sent.dtype), arrived.handle)
         on_top = hidden if self.shared is None else self.shared(x, plus=hidden)
         yield
         return finish(on_top)
+
+    def _results(self, arrived: Arrived, dtype: torch.dtype, *, apart: bool) -> torch.Tensor:
+        """What the experts here make of the arrived rows, as `Exchange.combine` takes it. Where the host knows how many came for
+        each slot, nothing is computed or kept for slots elsewhere."""
+        rows = arrived.x.to(dtype)
+        if arrived.ids is None:
+            one = moe.experts(rows, arrived.slots()[:, None], arrived.weights[:, None], self.weights)
+            return one.flatten(0, 1)
+        if apart:
+            return moe.experts(rows, arrived.ids, arrived.weights, self.weights)
+        return moe.mix(rows, arrived.ids, arrived.weights, self.weights, plus=torch.zeros_like(rows))
 
     def _choose(self, x: torch.Tensor, live: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         if len(x):

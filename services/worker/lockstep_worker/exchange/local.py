@@ -38,9 +38,9 @@ class Local:
         yield
         return Arrived(x, None if layout.expand else here, weights, handle)
 
-    def combine(self, name: str, rows: torch.Tensor, handle: Handle) -> Finish:
+    def combine(self, name: str, rows: torch.Tensor, handle: Handle, *, apart: bool = False) -> Finish:
         assert isinstance(handle, Dispatched)
-        index = handle.slots if handle.do_expand else handle.pair_returns if rows.dim() == 3 else handle.returns
+        index = handle.slots if handle.do_expand else handle.pair_returns if apart else handle.returns
 
         def finish(plus: torch.Tensor, then: torch.Tensor | None = None) -> torch.Tensor:
             return added(rows.view(-1, rows.shape[-1]), index, plus, then)

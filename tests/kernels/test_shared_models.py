@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ CUTS = (0, 37, 70)
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     family, values = ORACLES[name]
     want = expected(build(family, values, tmp_path), prompt())
-    passes = [prefill((0, start, end), every=True) for start, end in zip(CUTS, CUTS[1:], strict=False)]
+    passes = [prefill((0, start, end), every=True) for start, end in itertools.pairwise(CUTS)]
     passes += [decode((0, position, position + 1)) for position in range(CUTS[-1], LENGTH)]
     for outcome in Setting(tmp_path, [prompt()]).run(2, passes):
         torch.testing.assert_close(torch.cat(outcome.logits), want, rtol=0, atol=TOLERANCE)

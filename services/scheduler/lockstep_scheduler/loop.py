@@ -14,6 +14,7 @@ measured turnaround, is given to requests that may still come (`_hold`).
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -67,6 +68,7 @@ class InFlight:
     continues: bool = False  # the plan before it ran until it came: the device should not have waited
     hold: float = 0.0  # when the plan behind it is composed; 0 undecided
     held: float = 0.0  # seconds that this took away from the turnaround that the workers measure
+    turnaround: float = math.inf  # the shortest of its ranks': that of the one that reported last
 
 
 @dataclass(slots=True, eq=False)
@@ -157,7 +159,10 @@ class StepLoop:
             flight.complete[rank.index] = True
             self._books.settle(rank, outcome.seq)
             while self._inflight and all(self._inflight[0].complete):
-                self._held_too_long = self._inflight.popleft().hold > self._last_booked and not self._inflight
+                done = self._inflight.popleft()
+                self._held_too_long = done.hold > self._last_booked and not self._inflight
+                if done.turnaround < math.inf:
+                    self.stats.turned(done.turnaround - done.held)
                 if self._inflight:
                     self._inflight[0].reported = self._last_booked  # it has just begun
         self.advance()
@@ -280,6 +285,7 @@ class StepLoop:
         self._held_too_long = False
         self._inflight.append(flight)
         self.stats.plans[header.kind.name.lower()] += 1
+        self.stats.dual_batch_plans += header.dual_batch
         self.workers.send(header, [body for body, _ in plans])
         if self.experts:
             self.experts.sent(header, now)
@@ -487,6 +493,7 @@ class StepLoop:
             stats.lead_seconds += (flight.header.k - flight.notice) * self.pace.step - turnaround
             stats.leads += 1
             self.pace.turned(turnaround - flight.held)
+            flight.turnaround = min(flight.turnaround, turnaround)
         elif outcome.first == 0 and flight.continues:
             self.pace.came(outcome.idle_ns * 1e-9)
 

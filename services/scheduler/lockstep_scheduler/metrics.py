@@ -68,6 +68,9 @@ class LoopCollector(Collector):
         for kind, count in stats.plans.items():
             plans.add_metric([kind], count)
         yield plans
+        yield CounterMetricFamily(
+            "lockstep_dual_batch_plans", "Plans whose steps were computed as two halves", stats.dual_batch_plans
+        )
         if loop.experts:
             yield from _experts(loop.experts)
         ends = CounterMetricFamily("lockstep_choices_ended", "Choices that ended", labels=["reason"])

@@ -177,8 +177,9 @@ class Tally:
 class Coordinator:
     """The polls of shard 0: counts its own ballots and those that `receive` brings, and tells every shard the header.
 
-    `tell(shard, round, header, waited)` carries a header to a shard, or with None the call to vote in that round. It must keep
-    the order of what it is given for one shard. `lose` takes the Conflict of a ballot that cannot be counted.
+    `tell(shard, round, header, waited)` carries a header to a shard, or with None the call to vote in that round; also to shard 0
+    itself, and last to it, so that headers are under way before it composes its own plans. It must keep the order of what it is
+    given for one shard. `lose` takes the Conflict of a ballot that cannot be counted.
     """
 
     def __init__(
@@ -196,16 +197,8 @@ class Coordinator:
         return self.tally.longest_turnaround
 
     def cast(self, ballot: Ballot, position: Position, rules: Rules | None, now: float) -> Header | None:
-        try:
-            header = self.tally.cast(0, ballot, now, position, rules)
-        except Conflict as error:
-            self._lose(error)
-            return None
-        if header is not None:
-            self._spread(ballot.round, header)
-        else:
-            self._call(ballot.round)
-        return header
+        self._count(0, ballot, now, position, rules)
+        return None
 
     @property
     def pending(self) -> int:
@@ -214,19 +207,7 @@ class Coordinator:
 
     def receive(self, shard: int, ballot: Ballot, now: float) -> None:
         """A ballot of another shard."""
-        repeat = ballot.round < self.tally.round.number
-        try:
-            header = self.tally.cast(shard, ballot, now)
-        except Conflict as error:
-            self._lose(error)
-            return
-        if header is None:
-            self._call(ballot.round)
-        elif repeat:
-            self._tell(shard, ballot.round, header, self.tally.waited(ballot.round, shard))
-        else:
-            self._spread(ballot.round, header)
-            self._tell(0, ballot.round, header, self.tally.waited(ballot.round, 0))
+        self._count(shard, ballot, now)
 
     def report(self, seq: int, loads: ExpertLoads) -> None:
         pass  # this shard decides
@@ -234,12 +215,18 @@ class Coordinator:
     def overdue(self, now: float) -> LockstepError | None:
         return self.tally.overdue(now)
 
-    def _spread(self, number: int, header: Header) -> None:
-        for shard in range(1, self.tally.shards):
-            self._tell(shard, number, header, self.tally.waited(number, shard))
-
-    def _call(self, number: int) -> None:
-        """Wakes the shards that sleep, with the first ballot of a round."""
-        if self.tally.asleep and len(self.tally.round.ballots) == 1:
-            for shard in reversed(self.tally.missing):  # this one's own loop last: it votes at once
-                self._tell(shard, number, None, 0.0)
+    def _count(
+        self, shard: int, ballot: Ballot, now: float, position: Position | None = None, rules: Rules | None = None
+    ) -> None:
+        repeat = ballot.round < self.tally.round.number
+        try:
+            header = self.tally.cast(shard, ballot, now, position, rules)
+        except Conflict as error:
+            self._lose(error)
+            return
+        if header is not None:
+            for one in [shard] if repeat else reversed(range(self.tally.shards)):
+                self._tell(one, ballot.round, header, self.tally.waited(ballot.round, one))
+        elif self.tally.asleep and len(self.tally.round.ballots) == 1:
+            for one in reversed(self.tally.missing):  # wakes those that sleep, with the first ballot of a round
+                self._tell(one, ballot.round, None, 0.0)

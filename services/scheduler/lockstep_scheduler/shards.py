@@ -233,10 +233,10 @@ class Hub(scheduler_pb2_grpc.ShardsServicer):
         self._polls.receive(shard, ballot, self._clock.now())
 
     def _tell(self, shard: int, number: int, header: Header | None, waited: float) -> None:
-        if shard == 0:
-            self.own(number, header, waited)
-            return
         assert self._group is not None
+        if shard == 0:  # after the streams' writers have had their turn
+            asyncio.get_running_loop().call_soon(self._deliver, self._group.epoch, number, header, waited)
+            return
         if header is None:
             call = scheduler_pb2.CallToVote(epoch=self._group.epoch, round=number)
             message = scheduler_pb2.FromCoordinator(call=call)
@@ -249,6 +249,10 @@ class Hub(scheduler_pb2_grpc.ShardsServicer):
             message = scheduler_pb2.FromCoordinator(agreement=agreement)
         if (link := self._links.get(shard)) is not None:  # else it is being lost
             link.send(message)
+
+    def _deliver(self, epoch: int, number: int, header: Header | None, waited: float) -> None:
+        if self._group is not None and self._group.epoch == epoch:
+            self.own(number, header, waited)
 
 
 class _Link:

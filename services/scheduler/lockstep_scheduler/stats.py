@@ -22,6 +22,7 @@ class Stats:
     placeholder_steps: int = 0
     nonfinite_rows: int = 0
     plans: dict[str, int] = field(default_factory=lambda: {"prefill": 0, "decode": 0})
+    dual_batch_plans: int = 0  # of these, computed as two halves
     requests: int = 0
     refused: int = 0
     ends: dict[str, int] = field(default_factory=lambda: {end.name.lower(): 0 for end in End if end})

@@ -112,6 +112,7 @@ class Simulation:
         self._max_model_len = max_model_len
         self.failures: list[LockstepError] = []
         self._handles = 0
+        self.own_header_waits = True  # the coordinator's own header is under way for a while, as the others' are
         self.engines = [
             ScriptedEngine(
                 scripts,
@@ -151,7 +152,9 @@ class Simulation:
             )
             for i, engine in enumerate(self.engines)
         ]
-        self.coordinator = Coordinator(Tally(self.ranks, [f"shard {i}" for i in range(places)], 60.0), self._tell, self.failures.append)
+        self.coordinator = Coordinator(
+            Tally(self.ranks, [f"shard {i}" for i in range(places)], 60.0), self._tell, self.failures.append
+        )
         for shard, (loop, ranks) in enumerate(zip(self.loops, self.ranks, strict=True)):
             group = Group(epoch, 1, dp, facts[0], self._max_rows, self._context, ranks=ranks)
             polls = None if places == 1 else FarPolls(self, shard) if shard else self.coordinator
@@ -162,7 +165,7 @@ class Simulation:
     def _tell(self, shard: int, number: int, header: Header | None, waited: float) -> None:
         loop = self.loops[shard]
         message = (lambda: loop.call(number)) if header is None else (lambda: loop.on_header(number, header, waited))
-        if shard:
+        if shard or self.own_header_waits:
             self.down[shard].append(message)
         else:
             message()

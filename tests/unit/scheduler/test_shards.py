@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from typing import Any
 
@@ -105,6 +106,8 @@ async def test_a_round_is_called_counted_and_told_with_the_same_bytes() -> None:
     found = Coordinator()
     await found.form()
     await found.say(1, ballot=votes(1, want=True))
+    assert not found.own, "the others first"
+    await asyncio.sleep(0)
     assert found.own == [(1, None)], "the coordinator's own loop is called"
     assert [m.call.round for m in found.told(found.links[2])] == [1] and not found.told(found.links[1])
     assert found.polls.cast(_own(), Position(7, 1, 0), Rules(1, 2, 8), 0.0) is None
@@ -112,6 +115,7 @@ async def test_a_round_is_called_counted_and_told_with_the_same_bytes() -> None:
     [first], [second] = found.told(found.links[1]), found.told(found.links[2])
     assert first.agreement.header == second.agreement.header
     header = read_header(first.agreement.header)
+    await asyncio.sleep(0)
     assert header.kind is Kind.PREFILL and header.micro_chunks == (5,) and found.own[-1] == (1, header)
     await found.say(1, ballot=votes(1, want=True))
     [again] = found.told(found.links[1])

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -73,12 +74,16 @@ class Setting:
 
     directory: Path
     tokens: list[list[int]] = field(default_factory=list)
-    hits: dict[int, tuple[int, int]] = field(
-        default_factory=dict
-    )  # sequence: another one, whose first tokens it reuses
+    hits: dict[int, tuple[int, int]] = field(default_factory=dict)  # of a sequence: whose first tokens it reuses
+    dtype: torch.dtype = torch.float32
+    device: torch.device = CPU
+    own: int = OWN
 
     def model(self, sharding: Sharding = WHOLE) -> Model:
-        return load_model(self.directory, dtype=torch.float32, device=CPU, deterministic=True, sharding=sharding)
+        deterministic = self.device.type == "cpu"
+        return load_model(
+            self.directory, dtype=self.dtype, device=self.device, deterministic=deterministic, sharding=sharding
+        )
 
     def run(self, ranks: int, passes: Sequence[Pass], *, over: Callable[[Group], Group] = lambda g: g) -> list[Outcome]:
         """By rank."""
@@ -91,7 +96,7 @@ class Setting:
     def steps(self, model: Model, group: Group, passes: Sequence[Pass]) -> Outcome:
         model.join(group)
         share = Share(group.cp.size, group.cp.rank)
-        size = OWN * share.ranks
+        size = self.own * share.ranks
         width = -(-LONGEST // size)
         blocks = list(range(1, 1 + width * len(self.tokens)))
         random.Random(1).shuffle(blocks)
@@ -99,7 +104,7 @@ class Setting:
         for i, (other, count) in self.hits.items():
             assert count % size == 0
             tables[i][: count // size] = tables[other][: count // size]
-        kv = KvCache(model.kv_specs(), num_blocks=1 + len(blocks), block_size=OWN)
+        kv = KvCache(model.kv_specs(), num_blocks=1 + len(blocks), block_size=self.own, device=self.device)
         layers = range(model.kv_specs()[0].layers)
         for layer in layers:
             kv.layer(0, layer).fill_(torch.nan)
@@ -111,12 +116,21 @@ class Setting:
         if not p.chunks:
             return dataclasses.replace(nothing(p.kind), expert_rows=p.expert_rows)
         chunks = [(self.tokens[i][start:end], start) for i, start, end in p.chunks]
-        size = OWN * share.ranks
+        size = self.own * share.ranks
         inputs = step_inputs(p.kind, chunks, [tables[i] for i, _, _ in p.chunks], size)
         owner = torch.repeat_interleave(torch.arange(len(chunks)), inputs.query_starts.diff())
         slots = prepare.slots(inputs.block_tables[0], owner, inputs.positions, size, share)
         wanted = torch.arange(len(inputs.token_ids)) if p.every else inputs.logits_index
-        return dataclasses.replace(inputs, slots=(slots,), logits_index=wanted, expert_rows=p.expert_rows)
+        inputs = dataclasses.replace(inputs, slots=(slots,), logits_index=wanted, expert_rows=p.expert_rows)
+        return dataclasses.replace(
+            inputs, **{f.name: _moved(getattr(inputs, f.name), self.device) for f in dataclasses.fields(inputs)}
+        )
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    return tuple(_moved(item, device) for item in value) if isinstance(value, tuple) else value
 
 
 def nothing(kind: Kind) -> StepInputs:

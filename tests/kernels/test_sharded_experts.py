@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +24,9 @@ from lockstep_kernels.moe import ExpertWeights, Routing, Weight
 from lockstep_kernels.moe.weights import Stack
 from lockstep_kernels.rms_norm import Norm
 from lockstep_kernels.swiglu import pack_gate_up
+from lockstep_worker import memory
 from lockstep_worker.collectives import Alone, Communicator, Group, Place
+from lockstep_worker.exchange.all_to_all import bytes_held
 from lockstep_worker.exchange.layer import ShardedExperts, ShardedLayers, SharedExperts
 from lockstep_worker.exchange.moves import exchange_experts, plan_moves
 from lockstep_worker.exchange.placement import Placement, Sharding, spread_of
@@ -199,6 +203,22 @@ def test_rows_that_are_not_live_go_nowhere_and_loads_count_the_others() -> None:
     for loads, again in run_ranks(2, 2, work):
         assert loads.steps == 3 and again.steps == 1 and loads.prefill.dtype == np.uint32
         assert loads.prefill.sum() > 0 and not again.prefill.any() and not again.decode.any()
+
+
+def test_memory_is_set_aside_for_tokens_on_their_way(caplog: pytest.LogCaptureFixture) -> None:
+    """For captured steps what they take, for prefill passes what equally busy experts take; the log says both."""
+    layers = Layer.drawn(ROUTINGS["softmax"]).sharded(Sharding(4, 0))
+    sizes = memory.Sizes(block_size=16, max_rows=1 << 14, max_model_len=64, max_batched_tokens=1 << 17)
+    shape = (4, sizes.max_rows, HIDDEN, 2, torch.float32)
+    captured = bytes_held(*shape, captured=True, apart=False)
+    prefill = bytes_held(4, sizes.max_batched_tokens, *shape[2:], captured=False, apart=False)
+    model: Any = SimpleNamespace(experts=layers)
+    with caplog.at_level("INFO"):
+        assert memory._exchange_bytes(model, sizes, captured=True) == captured + prefill
+    assert f"{captured / 2**30:.2f} GiB in captured decode steps, {prefill / 2**30:.2f} in prefill" in caplog.text
+    assert "up to 2.0 times as much" in caplog.text, "all four ranks' tokens, and not two of four"
+    assert memory._exchange_bytes(model, sizes, captured=False) == prefill
+    assert memory._exchange_bytes(SimpleNamespace(experts=None), sizes, captured=True) == 0  # type: ignore[arg-type]
 
 
 def random_placement(rng: np.random.Generator, experts: int, slots: int) -> U32:

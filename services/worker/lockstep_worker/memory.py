@@ -127,8 +127,17 @@ def _exchange_bytes(model: Model, sizes: Sizes, *, captured: bool) -> int:
     """For experts on other workers: what prefill passes take if experts are equally busy, and captured decode steps always."""
     if model.experts is None:
         return 0
-    decode = model.experts.exchange_bytes(sizes.max_rows, captured=True) if captured else 0
-    return decode + model.experts.exchange_bytes(sizes.max_batched_tokens, captured=False)
+    experts = model.experts
+    decode = experts.exchange_bytes(sizes.max_rows, captured=True) if captured else 0
+    prefill = experts.exchange_bytes(sizes.max_batched_tokens, captured=False)
+    log.info(
+        "experts on other workers: tokens on their way take %.2f GiB in captured decode steps, %.2f in prefill passes if experts "
+        "are equally busy, and up to %.1f times as much on a rank whose experts are busier (that is not set aside)",
+        decode / GIB,
+        prefill / GIB,
+        experts.most_over_equal,
+    )
+    return decode + prefill
 
 
 def _checked(blocks: int, per_block: int, sizes: Sizes, why: str, knobs: str) -> int:

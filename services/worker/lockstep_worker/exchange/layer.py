@@ -230,6 +230,12 @@ class ShardedLayers:
         self._steps += steps_of(header)
         self._reporting_step = steps_of(header) - 1 if header.report_loads else -1
 
+    @property
+    def most_over_equal(self) -> float:
+        """Rows that come to a rank that has an expert of every token of every rank, over those if all ranks are equally busy."""
+        ranks = self.sharding.ranks
+        return ranks / min(ranks, self.layers[0].gate.routing.top_k)
+
     def report(self, step: int, mates: Communicator) -> LoadsOnTheWay | None:
         """After the passes of a step of the plan: if it is the last one of a plan that reports loads, those of this DP rank since
         the last report. Its ranks, `mates`, do this together."""

@@ -62,19 +62,20 @@ class DecodeGraphs:
         self._cursor = torch.zeros(1, dtype=torch.int64, device=device)  # counts steps; the device moves it
         self._steps = 0  # the same count on the host
         self._listed = np.zeros(0, np.int64)
-        self._replays: dict[tuple[int, Variant], Replay] = {}
+        self._replays: dict[tuple[int, Variant, bool], Replay] = {}  # by rows, sampling, and whether in two halves
         self._revision = -1
         self.pool: Any = None  # of memory that all graphs share
 
     def capture(self) -> None:
-        """Captures all buckets and variants, the largest first, so that the smaller ones share its memory."""
+        """Captures all buckets and variants, the largest first, so that the smaller ones share its memory. Steps in two halves wait
+        until they are asked for."""
         started, before = time.perf_counter(), _reserved(self._rows.device)
         gc.collect()
         gc.freeze()  # collecting while a graph is captured would free memory that it must keep
         try:
             for size in reversed(self.sizes):
                 for variant in CAPTURED:
-                    self._replays[size, variant] = self._capture(size, variant)
+                    self._replays[size, variant, False] = self._capture(size, variant, dual=False)
         finally:
             gc.unfreeze()
         self._revision = self._rows.sampling.revision
@@ -89,13 +90,19 @@ class DecodeGraphs:
         """The bucket for so many rows."""
         return next(size for size in self.sizes if size >= rows)
 
-    def launch(self, rows: I64, variant: Variant, size: int) -> torch.Tensor:
+    def prepare(self, size: int, *, dual: bool) -> None:
+        """Captures what was not of the steps of this size. All workers of a group do this together, whichever variant each of
+        them replays: before a step is captured it runs, with all its exchanges."""
+        for variant in CAPTURED:
+            self._replay(size, variant, dual)
+
+    def launch(self, rows: I64, variant: Variant, size: int, *, dual: bool = False) -> torch.Tensor:
         """Queues one decode step of these rows in the bucket of this size; returns where its words [len(rows)] int64 will be, on
         the host. The words are there once the work queued so far is done, and stay for RING_STEPS steps.
         """
         if not np.array_equal(rows, self._listed):
             self._list(rows)
-        self._replay(size, variant)()
+        self._replay(size, variant, dual)()
         words = self._ring[self._steps % RING_STEPS, : len(rows)]
         self._steps += 1
         return words
@@ -106,21 +113,21 @@ class DecodeGraphs:
         self._index.copy_(self._rows.to_device(index), non_blocking=True)
         self._listed = rows
 
-    def _replay(self, size: int, variant: Variant) -> Replay:
+    def _replay(self, size: int, variant: Variant, dual: bool) -> Replay:
         """Sampling tables that grew have moved: what was captured over the old ones is captured again when it is used."""
         if self._revision != self._rows.sampling.revision:
             self._replays.clear()
             self._revision = self._rows.sampling.revision
-        if (replay := self._replays.get((size, variant))) is None:
-            replay = self._replays[size, variant] = self._capture(size, variant)
+        if (replay := self._replays.get((size, variant, dual))) is None:
+            replay = self._replays[size, variant, dual] = self._capture(size, variant, dual=dual)
         return replay
 
-    def _capture(self, size: int, variant: Variant) -> Replay:
+    def _capture(self, size: int, variant: Variant, *, dual: bool) -> Replay:
         """The step as one call. Elsewhere than on CUDA it is not captured, only called."""
         inputs = self._inputs.narrow(size)
 
         def step() -> None:
-            self._step(size, variant, inputs)
+            self._step(size, variant, inputs, dual)
 
         if self._rows.device.type != "cuda":
             return step
@@ -139,12 +146,12 @@ class DecodeGraphs:
         self._cursor.copy_(counted)
         return graph.replay
 
-    def _step(self, size: int, variant: Variant, inputs: prepare.DecodeInputs) -> None:
+    def _step(self, size: int, variant: Variant, inputs: prepare.DecodeInputs, dual: bool) -> None:
         rows, index = self._rows, self._index[:size]
         prepare.decode_inputs(
             index, rows.last, rows.lengths, rows.alive, rows.tables, rows.block_sizes, inputs, rows.share
         )
-        hidden = self._model.forward(self._step_inputs(size, inputs), self._kv)
+        hidden = self._model.forward(self._step_inputs(size, inputs, dual), self._kv)
         tokens, bad = self._sample(self._model.logits(hidden), index, variant)
         post_update.finish(
             index,
@@ -175,7 +182,7 @@ class DecodeGraphs:
         sampled = cp.broadcast("sampled", sampled if cp.rank == 0 else torch.empty_like(index))
         return sampled & TOKEN_MASK, sampled >> ROW_SHIFT != 0
 
-    def _step_inputs(self, size: int, inputs: prepare.DecodeInputs) -> StepInputs:
+    def _step_inputs(self, size: int, inputs: prepare.DecodeInputs, dual: bool) -> StepInputs:
         return StepInputs(
             kind=Kind.DECODE,
             token_ids=inputs.token_ids,
@@ -191,6 +198,7 @@ class DecodeGraphs:
             max_seq_len=self._max_model_len,
             live=inputs.live,
             expert_rows=size if self._group.coupled else 0,
+            dual_batch=dual,
         )
 
 

@@ -146,6 +146,7 @@ class Runner:
         self._scores: Scores | None = None  # of the current step
         self._now = 0  # the step of the plan that runs
         self._expert_rows = 0  # that any rank has at most in the current step; 0: unknown
+        self._dual = False  # passes are computed as two halves
         self._graphs: DecodeGraphs | None = None
         self._prefill_graphs: PrefillGraphs | None = None
         self._nothing = _InFlight(torch.zeros(0, dtype=torch.int64), np.zeros(0, np.int64), None)
@@ -193,9 +194,11 @@ class Runner:
                 experts.begin(plan.header)
             self._apply(plan.body)
             self.timeline.mark(APPLIED, plan.header.seq)
-            graphs, variant = self._graphs, Variant.EAGER
+            graphs, variant, self._dual = self._graphs, Variant.EAGER, plan.header.dual_batch
             if graphs is not None and plan.header.kind == Kind.DECODE:
                 variant = self._variant(plan.body.rows)
+                if self._dual:
+                    graphs.prepare(graphs.size(plan.header.row_bucket), dual=True)
             if graphs is not None and variant is not Variant.EAGER:
                 yield from self._replay(plan, graphs, variant)
             else:
@@ -245,7 +248,7 @@ class Runner:
             if len(rows) == 0 and not group.coupled:
                 self._in_flight.append(self._nothing)
                 continue
-            words, loads = graphs.launch(rows, variant, size), self._expert_loads()
+            words, loads = graphs.launch(rows, variant, size, dual=self._dual), self._expert_loads()
             self._in_flight.append(_InFlight(words, generations, self._mark(), loads=loads))
             self.timeline.mark(LAUNCHED, plan.header.seq, step)
             yield from self.poll(wait=False)
@@ -312,12 +315,15 @@ class Runner:
             inputs = replace(part.inputs(), expert_rows=self._expert_rows) if self._expert_rows else part.inputs()
         elif (
             self._prefill_graphs is not None
+            and not self._dual
             and not self._rows.scores(part)
             and (logits := self._prefill_graphs.logits(part)) is not None
         ):
             return logits
         else:
             inputs = self._rows.inputs(part)
+        if self._dual:
+            inputs = replace(inputs, dual_batch=True)
         model = self._loaded.model
         hidden = model.forward(inputs, self._kv)
         if (scored := inputs.scored) is not None:

@@ -81,6 +81,7 @@ def test_the_loop_asks_for_halves_from_the_threshold_on(a: int, tokens: int, hal
     prefill, decode = sent.headers
     assert (prefill.kind, prefill.dual_batch) == (Kind.PREFILL, halved)
     assert (decode.kind, decode.dual_batch) == (Kind.DECODE, True)
+    assert loop.stats.dual_batch_plans == 1 + halved
 
 
 def test_where_nothing_travels_halves_are_refused() -> None:

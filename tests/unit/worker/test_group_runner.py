@@ -83,7 +83,7 @@ def open_runner(model: Path, place: Place, port: int, *, redundant: int = 0) -> 
     return runner
 
 
-def serve(model: Path, dp: int, cp: int) -> list[dict[int, Choice]]:
+def serve(model: Path, dp: int, cp: int, *, dual: bool = False) -> list[dict[int, Choice]]:
     """What each rank saw: DP rank 0 has all choices, the others have none and run placeholders."""
     seen: dict[int, dict[int, Choice]] = {}
     errors: list[BaseException] = []
@@ -93,14 +93,14 @@ def serve(model: Path, dp: int, cp: int) -> list[dict[int, Choice]]:
         place = Place(dp, cp, rank)
         try:
             runner = open_runner(model, place, port)
-            driver = PlanDriver(runner, window=4, block=BLOCK * cp)
+            driver = PlanDriver(runner, window=4, block=BLOCK * cp, dual=dual)
             if place.dp_rank == 0:
                 driver.add(choices(), chunk=12)
                 for _ in range(4):
                     driver.decode()
                 driver.settle()
             else:
-                idle(runner)
+                idle(runner, dual)
             seen[rank] = driver.rows
             runner.close()
         except BaseException as error:
@@ -116,10 +116,10 @@ def serve(model: Path, dp: int, cp: int) -> list[dict[int, Choice]]:
     return [seen[rank] for rank in range(dp * cp)]
 
 
-def idle(runner: Runner) -> None:
+def idle(runner: Runner, dual: bool = False) -> None:
     """The same plans without a row."""
-    plans = [Header(1, 1, Kind.PREFILL, 0, 1, row_bucket=ROWS, micro_chunks=(1, 1, 1))]
-    plans += [Header(1, 2 + i, Kind.DECODE, 0, 4, row_bucket=ROWS) for i in range(4)]
+    plans = [Header(1, 1, Kind.PREFILL, 0, 1, row_bucket=ROWS, micro_chunks=(1, 1, 1), dual_batch=dual)]
+    plans += [Header(1, 2 + i, Kind.DECODE, 0, 4, row_bucket=ROWS, dual_batch=dual) for i in range(4)]
     for header in plans:
         results = [*runner.run(Plan(header, Body(1, 0))), *runner.poll(wait=True)]
         assert all(len(result.words) == 0 for result in results) and len(results) in (3, 4)
@@ -131,11 +131,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@pytest.mark.parametrize("dual", [False, True], ids=["as one", "as two halves"])
 @pytest.mark.parametrize(("dp", "cp"), SHAPES)
-def test_a_group_of_any_shape_samples_what_one_worker_does(model: Path, dp: int, cp: int) -> None:
+def test_a_group_of_any_shape_samples_what_one_worker_does(model: Path, dp: int, cp: int, dual: bool) -> None:
     (expected,) = serve(model, 1, 1)
     assert all(choice.end for choice in expected.values())
-    for rank, found in enumerate(serve(model, dp, cp)):
+    for rank, found in enumerate(serve(model, dp, cp, dual=dual)):
         if Place(dp, cp, rank).dp_rank:
             assert not found
             continue

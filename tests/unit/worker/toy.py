@@ -178,9 +178,10 @@ class Choice:
 class PlanDriver:
     """Feeds a runner plans the way a scheduler does: each row has blocks of its own, appended as needed."""
 
-    def __init__(self, runner: Runner, *, window: int = 4, block: int = BLOCK) -> None:
-        """block: tokens of a block, as the scheduler counts them."""
+    def __init__(self, runner: Runner, *, window: int = 4, block: int = BLOCK, dual: bool = False) -> None:
+        """block: tokens of a block, as the scheduler counts them; dual: plans ask for two halves."""
         self.runner = runner
+        self.dual = dual
         self.window = window
         self.block = block
         self.rows: dict[int, Choice] = {}
@@ -261,7 +262,8 @@ class PlanDriver:
 
     def _plan(self, kind: Kind, k: int, body: Body, micro: tuple[int, ...] = ()) -> Plan:
         self._seq += 1
-        return Plan(Header(1, self._seq, kind, 0, k, row_bucket=ROWS, micro_chunks=micro), body)
+        header = Header(1, self._seq, kind, 0, k, row_bucket=ROWS, micro_chunks=micro, dual_batch=self.dual)
+        return Plan(header, body)
 
     def _book(self, results: Iterable[StepResult]) -> None:
         for result in results:

@@ -90,7 +90,7 @@ class DecodeGraphs:
         """The bucket for so many rows."""
         return next(size for size in self.sizes if size >= rows)
 
-    def prepare(self, size: int, *, dual: bool) -> None:
+    def make_ready(self, size: int, *, dual: bool) -> None:
         """Captures what was not of the steps of this size. All workers of a group do this together, whichever variant each of
         them replays: before a step is captured it runs, with all its exchanges."""
         for variant in CAPTURED:

@@ -198,7 +198,7 @@ class Runner:
             if graphs is not None and plan.header.kind == Kind.DECODE:
                 variant = self._variant(plan.body.rows)
                 if self._dual:
-                    graphs.prepare(graphs.size(plan.header.row_bucket), dual=True)
+                    graphs.make_ready(graphs.size(plan.header.row_bucket), dual=True)
             if graphs is not None and variant is not Variant.EAGER:
                 yield from self._replay(plan, graphs, variant)
             else:

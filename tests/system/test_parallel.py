@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from lockstep_bench.client import Answer, SchedulerSession
+from lockstep_bench.processes import HOST, free_port, http_get, parse_metrics
 from lockstep_common.steps import Sampling
 from tests.moe_model import Form, MoeShape, config, make_tiny_moe
 from tests.system.harness import gather_in_order, stack
@@ -108,6 +109,23 @@ def test_a_group_of_any_shape_gives_the_tokens_of_one_worker(
             assert_same(await together(session, "a"), expected, f"{dp} x {cp}, together")
             assert_same(await together(session, "a"), expected, f"{dp} x {cp}, prefix known")
             assert_same(await with_interruptions(session), expected, f"{dp} x {cp}, interrupted")
+            await s.idle()
+
+    asyncio.run(run())
+
+
+def test_steps_in_two_halves_give_the_tokens_of_one_worker(model: Path, expected: list[Answer]) -> None:
+    """Every plan is halved, down to a single row."""
+    port = free_port()
+    scheduler = {"enable_dbo": True, "dbo_decode_token_threshold": 1, "dbo_prefill_token_threshold": 1}
+
+    async def run() -> None:
+        async with small_stack(model, 2, 1, scheduler=scheduler | {"metrics_port": port}) as s, s.session() as session:
+            assert_same(await lone_requests(session), expected[:3], "halved, alone")
+            assert_same(await with_interruptions(session), expected, "halved, interrupted")
+            _, page = await http_get(HOST, port, "/metrics")
+            counted = parse_metrics(page)
+            assert counted["lockstep_dual_batch_plans_total"] == counted["lockstep_plans_total"] > 0
             await s.idle()
 
     asyncio.run(run())

@@ -90,6 +90,7 @@ async def test_sessions_on_both_shards_get_right_answers(model: Path) -> None:
         s.fleet.check()
 
 
+@pytest.mark.slow
 async def test_experts_of_a_real_group_move_by_the_loads_of_both_shards(tmp_path: Path) -> None:
     """2 x 1 real workers that share the experts, a scheduler for each: answers are those of one worker while layers move, which
     they do only if the coordinator hears of the other shard's loads."""

@@ -32,6 +32,7 @@ from lockstep_worker.exchange.moves import exchange_experts, plan_moves
 from lockstep_worker.exchange.placement import Placement, Sharding, spread_of
 from lockstep_worker.experts import Experts
 from lockstep_worker.models.decoder import Tokens
+from lockstep_worker.protocol import GroupLost
 from lockstep_worker.weights import Checkpoint
 from tests.ranks import run_ranks
 
@@ -257,6 +258,33 @@ def test_experts_move_and_results_stay(dp: int, cp: int) -> None:
     names = run_ranks(dp, cp, work)
     assert all(other == names[0] for other in names)
     assert "experts 1, version 3, moved" in names[0]
+
+
+def test_a_layer_whose_move_broke_off_is_read_again() -> None:
+    """Its slots may hold anything, though its table says that nothing has moved."""
+    layer = Layer.drawn(ROUTINGS["softmax"])
+    layers = layer.sharded(Sharding(2, 1))
+    place = Place(2, 1, 1)
+    layers.join(Group(place, world=Breaking()))
+    spoiled = tuple(torch.zeros_like(part) for part in layer.experts[0])
+    layers.layers[0].weights = layers.layers[0].weights.replaced({0: spoiled})  # type: ignore[dict-item]
+    kept = layers.layers[1].weights
+    with pytest.raises(GroupLost, match="experts 0, version 1, moved"):
+        layers.move(0, [7, 6, 5, 4, 3, 2, 1, 0])
+    layers.join(Group(place, world=Breaking()))
+    assert layers.layers[1].weights is kept
+    for slot in range(4):
+        numbers = layers.layers[0].weights.numbers(slot)
+        assert all(torch.equal(a, b) for a, b in zip(numbers, layer.experts[4 + slot], strict=True))
+
+
+class Breaking(Alone):
+    """One of two ranks, of which the other one is gone."""
+
+    rank, size = 1, 2
+
+    def all_to_all(self, name: str, x: torch.Tensor, sent: object, received: object) -> torch.Tensor:
+        raise GroupLost(f"the group broke in {name}")
 
 
 def test_places_that_do_not_fit_are_refused() -> None:

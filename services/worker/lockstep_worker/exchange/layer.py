@@ -156,6 +156,7 @@ class ShardedLayers:
         for layer, loads in zip(layers, self._loads, strict=True):
             layer.loads = loads
         self.forget_loads()
+        self._moving: ShardedExperts | None = None
         self.versions = [0] * len(layers)  # how often each layer's experts have moved in this group
         self._exchange_through(Local(self.slots, sharding.ranks))
 
@@ -211,10 +212,12 @@ class ShardedLayers:
         layer, slots = self.layers[number], np.array(experts, np.uint32)
         layer.placement.check(slots)
         moves = plan_moves(layer.placement.slots, slots, self.sharding.ranks)
+        self._moving = layer  # until it is done, nobody knows what its slots hold
         self.versions[number] += 1
         name = f"{layer.name}, version {self.versions[number]}"
         layer.weights = exchange_experts(self._world, name, layer.weights, moves)
         layer.placement.set(slots)
+        self._moving = None
 
     def exchange_bytes(self, tokens: int, *, captured: bool) -> int:
         """Of device memory, see `all_to_all.bytes_held`; DeepEP's buffers are of that order."""
@@ -247,17 +250,21 @@ class ShardedLayers:
         return LoadsOnTheWay(pairs.to("cpu", non_blocking=True), steps)
 
     def _restore(self) -> None:
-        """Places as they were when the model was loaded; what has moved since is read again."""
+        """Places as they were when the model was loaded; what has moved since is read again, and all of a layer whose move broke
+        off."""
         initial = self.sharding.placement(self.experts)
         want = self.sharding.here(initial)
-        moved = [layer for layer in self.layers if (layer.placement.slots != initial).any()]
+        moved = [layer for layer in self.layers if layer is self._moving or (layer.placement.slots != initial).any()]
         if moved:
             with self.open_checkpoint() as checkpoint:
                 for layer in moved:
                     changed = np.flatnonzero(self.sharding.here(layer.placement.slots) != want).tolist()
+                    if layer is self._moving:
+                        changed = list(range(len(want)))
                     read = {slot: layer.read(checkpoint, int(want[slot])) for slot in changed}
                     layer.weights = layer.weights.replaced(read)
                     layer.placement.set(initial)
+        self._moving = None
         self.versions = [0] * len(self.layers)
 
     def _exchange_through(self, exchange: Exchange) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import numpy as np
 import torch
@@ -30,6 +31,9 @@ from lockstep_worker.protocol import steps_of
 if TYPE_CHECKING:
     from lockstep_worker.models.decoder import Tokens
     from lockstep_worker.weights import Checkpoint
+
+
+_UNSURE: Final = 2  # moves that a device may still be at: those of the plan that runs and of the next one
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +160,7 @@ class ShardedLayers:
         for layer, loads in zip(layers, self._loads, strict=True):
             layer.loads = loads
         self.forget_loads()
-        self._moving: ShardedExperts | None = None
+        self._recent: deque[ShardedExperts] = deque(maxlen=_UNSURE)  # that have moved
         self.versions = [0] * len(layers)  # how often each layer's experts have moved in this group
         self._exchange_through(Local(self.slots, sharding.ranks))
 
@@ -212,12 +216,11 @@ class ShardedLayers:
         layer, slots = self.layers[number], np.array(experts, np.uint32)
         layer.placement.check(slots)
         moves = plan_moves(layer.placement.slots, slots, self.sharding.ranks)
-        self._moving = layer  # until it is done, nobody knows what its slots hold
+        self._recent.append(layer)
         self.versions[number] += 1
         name = f"{layer.name}, version {self.versions[number]}"
         layer.weights = exchange_experts(self._world, name, layer.weights, moves)
         layer.placement.set(slots)
-        self._moving = None
 
     def exchange_bytes(self, tokens: int, *, captured: bool) -> int:
         """Of device memory, see `all_to_all.bytes_held`; DeepEP's buffers are of that order."""
@@ -250,21 +253,21 @@ class ShardedLayers:
         return LoadsOnTheWay(pairs.to("cpu", non_blocking=True), steps)
 
     def _restore(self) -> None:
-        """Places as they were when the model was loaded; what has moved since is read again, and all of a layer whose move broke
-        off."""
+        """Places as they were when the model was loaded; what has moved since is read again, and all of the layers that moved
+        last: if the group broke, nobody knows what their slots hold."""
         initial = self.sharding.placement(self.experts)
         want = self.sharding.here(initial)
-        moved = [layer for layer in self.layers if layer is self._moving or (layer.placement.slots != initial).any()]
+        moved = [layer for layer in self.layers if layer in self._recent or (layer.placement.slots != initial).any()]
         if moved:
             with self.open_checkpoint() as checkpoint:
                 for layer in moved:
                     changed = np.flatnonzero(self.sharding.here(layer.placement.slots) != want).tolist()
-                    if layer is self._moving:
+                    if layer in self._recent:
                         changed = list(range(len(want)))
                     read = {slot: layer.read(checkpoint, int(want[slot])) for slot in changed}
                     layer.weights = layer.weights.replaced(read)
                     layer.placement.set(initial)
-        self._moving = None
+        self._recent.clear()
         self.versions = [0] * len(self.layers)
 
     def _exchange_through(self, exchange: Exchange) -> None:

@@ -20,10 +20,12 @@ _COMMANDS = {
     "kernels": "each kernel on this GPU beside the bytes and operations that it must do",
     "exchange": "tokens to experts on other ranks and back: bytes and time",
     "cp": "a prompt that several ranks compute together: work counted, attention timed",
+    "dbo": "dual-batch overlap: what two halves of a pass hide of a slow link",
     "overhead": "steps/s, CPU a step and TTFT with a worker that only waits",
     "vote": "a vote between scheduler shards, plans and CPU a window with one shard and two",
     "stack-ttft": "TTFT through router and scheduler with a worker that computes nothing",
     "cpu": "SmolLM2 on this CPU: worker alone, whole stack, peers",
+    "pictures": "how a group works, drawn from a run of the step loop and the worker's own functions, as SVG",
     "all": "overhead (the cases with goals), stack-ttft and cpu; --json names a directory",
 }
 

@@ -25,6 +25,7 @@ from lockstep_common.steps import Body, Header, Kind, KvGroup, PlanOutcome, Samp
 from lockstep_scheduler.booking import EventBatch
 from lockstep_scheduler.ledger import NoLedger
 from lockstep_scheduler.loop import StepLoop
+from lockstep_scheduler.polls import Polls
 from lockstep_scheduler.settings import Group, Settings
 from lockstep_scheduler.vote import Point, Rules, point
 
@@ -171,8 +172,16 @@ class Seen:
 class Simulation:
     """Runs a case over requests: `run`, then read `seen`, `votes`, `workers.totals`, `loop`."""
 
-    def __init__(self, case: Case, asked: Sequence[Asked], record: Callable[[Work], None] | None = None) -> None:
+    def __init__(
+        self,
+        case: Case,
+        asked: Sequence[Asked],
+        record: Callable[[Work], None] | None = None,
+        polls: Polls | None = None,
+    ) -> None:
+        """`record` is shown each step's work when its plan begins, `polls` each ballot (by default they are only counted)."""
         self.case = case
+        self._polls = polls
         self.asked = asked
         self.seen = Seen(asked)
         self.votes = Votes()
@@ -214,7 +223,7 @@ class Simulation:
 
     def run(self) -> None:
         """LockstepError if the scheduler stands still with unfinished requests, or is silent for too long."""
-        self._schedule(0, lambda: self.loop.start(self.case.engine.group(), self))
+        self._schedule(0, lambda: self.loop.start(self.case.engine.group(), self, self._polls))
         if self.case.concurrency:
             self._to_submit = min(self.case.concurrency, len(self.asked))
             self._at(0, self._submit_more)

@@ -23,7 +23,7 @@ FLAGS = {
     ("lockstep_worker.config", "WorkerConfig"): f"""{SERVICE}
         model served_model_name dtype kv_cache_dtype load_format device max_num_seqs max_model_len max_num_batched_tokens
         block_size kv_cache_memory_gb gpu_memory_utilization enforce_eager logprobs_mode deterministic threads seed
-        num_redundant_experts all2all_backend
+        num_redundant_experts all2all_backend dp cp rank collectives debug_collectives
         collective_deadline_s reform_timeout_s null_step_ms null_vocab_size null_max_model_len""",
     ("lockstep_router.config", "RouterConfig"): f"""{SERVICE}
         grpc_port schedulers redis_url model served_model_name api_key seed accept_timeout reconnect_timeout

@@ -159,7 +159,7 @@ def goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
     """What was promised for a vote between two shards on one machine; without such a case nothing is measured."""
     found = []
     for row in (row for row in rows if row["shards"] == 2):
-        name = f"vote between two shards, {row['workers']} workers"
+        name = f"vote between two shards, {row['workers']} workers, {row['wait_ms']:g} ms a step"
         found.append(Goal(f"{name}, p50", row["vote_p50_ms"], 1.0, False, "ms"))
         found.append(Goal(f"{name}, p99", row["vote_p99_ms"], 5.0, False, "ms"))
     return found

@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_output_flags(parser)
     parser.add_argument(
         "--cases",
-        default="2x2x5,1x8x25,2x8x25",
+        default="2x2x5,2x2x25,1x8x25,2x8x25",
         metavar="SxWxMS,...",
         help="schedulers and workers of each group, and the duration of a step",
     )

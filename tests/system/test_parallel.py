@@ -122,7 +122,7 @@ def test_steps_in_two_halves_give_the_tokens_of_one_worker(model: Path, expected
     async def run() -> None:
         async with small_stack(model, 2, 1, scheduler=scheduler | {"metrics_port": port}) as s, s.session() as session:
             assert_same(await lone_requests(session), expected[:3], "halved, alone")
-            assert_same(await with_interruptions(session), expected, "halved, interrupted")
+            assert_same(await together(session, "h"), expected, "halved, together")
             _, page = await http_get(HOST, port, "/metrics")
             counted = parse_metrics(page)
             assert counted["lockstep_dual_batch_plans_total"] == counted["lockstep_plans_total"] > 0

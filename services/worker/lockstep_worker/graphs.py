@@ -87,14 +87,19 @@ class DecodeGraphs:
         )
 
     def size(self, rows: int) -> int:
-        """The bucket for so many rows."""
-        return next(size for size in self.sizes if size >= rows)
+        """The bucket for so many rows; a group's bucket may be rounded up beyond the rows that there are."""
+        return next(size for size in self.sizes if size >= min(rows, self.sizes[-1]))
+
+    @property
+    def stale(self) -> bool:
+        """Whether sampling tables have grown, and so moved, since steps were captured over the old ones."""
+        return self._revision != self._rows.sampling.revision
 
     def make_ready(self, size: int, *, dual: bool) -> None:
         """Captures what was not of the steps of this size. All workers of a group do this together, whichever variant each of
         them replays: before a step is captured it runs, with all its exchanges."""
         for variant in CAPTURED:
-            self._replay(size, variant, dual)
+            self._captured(size, variant, dual)
 
     def launch(self, rows: I64, variant: Variant, size: int, *, dual: bool = False) -> torch.Tensor:
         """Queues one decode step of these rows in the bucket of this size; returns where its words [len(rows)] int64 will be, on
@@ -115,9 +120,12 @@ class DecodeGraphs:
 
     def _replay(self, size: int, variant: Variant, dual: bool) -> Replay:
         """Sampling tables that grew have moved: what was captured over the old ones is captured again when it is used."""
-        if self._revision != self._rows.sampling.revision:
+        if self.stale:
             self._replays.clear()
             self._revision = self._rows.sampling.revision
+        return self._captured(size, variant, dual)
+
+    def _captured(self, size: int, variant: Variant, dual: bool) -> Replay:
         if (replay := self._replays.get((size, variant, dual))) is None:
             replay = self._replays[size, variant, dual] = self._capture(size, variant, dual=dual)
         return replay

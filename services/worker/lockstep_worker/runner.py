@@ -197,6 +197,8 @@ class Runner:
             graphs, variant, self._dual = self._graphs, Variant.EAGER, plan.header.dual_batch
             if graphs is not None and plan.header.kind == Kind.DECODE:
                 variant = self._variant(plan.body.rows)
+                if self._group.coupled and graphs.stale:  # a capture takes all workers, and only this one's tables grew
+                    variant = Variant.EAGER
                 if self._dual:
                     graphs.make_ready(graphs.size(plan.header.row_bucket), dual=True)
             if graphs is not None and variant is not Variant.EAGER:

@@ -178,6 +178,31 @@ def test_ranks_that_share_no_experts_meet_before_every_step() -> None:
     assert [(c.seq, c.step) for c in met] == [(1, 0), (2, 0), (2, 1), (2, 2), (2, 3)]
 
 
+def test_a_worker_of_a_group_captures_nothing_alone() -> None:
+    """Its sampling tables have grown: its steps are launched, as those of the others may be replayed beside them."""
+    penalised = Sampling(presence_penalty=0.5)
+    expected = solo(ToyModel(), Choice((1, 2, 3), penalised, limit=20)).output
+    runner = make_runner(ToyModel(), mode=Mode.REPLAYED)
+    runner._group = Group(Place(2, 1))
+    graphs, driver = runner._graphs, PlanDriver(runner, window=4)
+    assert graphs is not None
+    driver.add({0: Choice((4, 5), limit=40)})
+    before = graphs._steps
+    driver.decode()
+    assert graphs._steps == before + 4 and not graphs.stale
+    driver.settle()
+    driver.add({1: Choice((1, 2, 3), penalised, limit=20)})
+    driver.finish()
+    assert graphs._steps == before + 4 and graphs.stale
+    assert driver.rows[1].output == expected
+
+
+def test_a_groups_bucket_may_be_above_all_rows() -> None:
+    runner = make_runner(ToyModel(), mode=Mode.REPLAYED)
+    assert runner._graphs is not None
+    assert [runner._graphs.size(rows) for rows in (1, 3, ROWS, ROWS + 2)] == [1, 4, ROWS, ROWS]
+
+
 def test_blocks_are_zeroed_and_copied_before_the_step() -> None:
     runner = make_runner(ToyModel())
     driver = PlanDriver(runner)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -54,6 +55,7 @@ log = logging.getLogger(__name__)
 NOT_FINITE: Final = "the model's logits were not finite (NaN or infinity)"
 _WARM_UP_TOKENS: Final = 32
 _LEAST_REPLAYED: Final = 64  # tokens of a pass on CUDA; or as many as there are rows, whose steps take as much memory
+_RESULTS: Final = "a step's results"
 _LAG: Final = 1  # results of an asynchronous device are read so many steps late, so that it never waits for the host
 
 
@@ -142,6 +144,7 @@ class Runner:
         self._debug_collectives = debug_collectives
         self._group = Group()
         self._in_flight: deque[_InFlight] = deque()
+        self._came_s = 0.0  # when the last result came, or the first step after it began, on time.monotonic
         self._regroup = False  # a row of the current batch has ended
         self._scores: Scores | None = None  # of the current step
         self._now = 0  # the step of the plan that runs
@@ -214,6 +217,8 @@ class Runner:
         """Results of steps in flight: those that are there, or with `wait` all."""
         while self._in_flight and (wait or self._in_flight[0].there):
             yield self._result(self._in_flight.popleft())
+        if self._in_flight and self._group.coupled:
+            self._group.recorder.stalled(_RESULTS, self._came_s)
 
     @property
     def in_flight(self) -> int:
@@ -380,7 +385,13 @@ class Runner:
 
     def _result(self, step: _InFlight) -> StepResult:
         if step.ready is not None:
+            if (
+                self._group.coupled
+            ):  # hosts queue what devices exchange: only here does one notice that another is missing
+                self._group.recorder.stalled(_RESULTS, self._came_s)
             step.ready.synchronize()
+            self._group.recorder.flows()
+            self._came_s = time.monotonic()
         self._group.check()
         words: U64 = step.words.numpy().view(np.uint64).copy()  # the ring they lie in comes round
         result = StepResult(words)

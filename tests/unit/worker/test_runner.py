@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from lockstep_common.errors import Conflict, LockstepError
 from lockstep_common.steps import Body, Flag, GroupConfig, Header, Kind, Plan, Sampling, TopLogprobs
 from lockstep_worker.collectives import CollectiveId, Group, Place
+from lockstep_worker.collectives.record import DEVICE
 from lockstep_worker.protocol import StepResult
 from lockstep_worker.runner import NOT_FINITE, select_words
 from tests.unit.worker.toy import (
@@ -195,6 +197,21 @@ def test_a_worker_of_a_group_captures_nothing_alone() -> None:
     driver.finish()
     assert graphs._steps == before + 4 and graphs.stale
     assert driver.rows[1].output == expected
+
+
+def test_results_that_a_device_owes_a_group_count_as_an_open_collective() -> None:
+    runner = make_runner(ToyModel(), mode=Mode.LATE)
+    runner._group = group = Group(Place(2, 1))
+    driver = PlanDriver(runner, window=4)
+    driver.add({0: Choice((4, 5), limit=40)})
+    driver.decode()
+    assert runner.in_flight == 1 and group.recorder.waiting() is None
+    for _ in range(2):
+        assert not list(runner.poll(wait=False))
+        waiting = group.recorder.waiting()
+        assert waiting is not None and waiting[0].scope == DEVICE and waiting[1] <= time.monotonic()
+    driver.settle()
+    assert group.recorder.waiting() is None
 
 
 def test_a_groups_bucket_may_be_above_all_rows() -> None:

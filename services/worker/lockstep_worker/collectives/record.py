@@ -12,6 +12,7 @@ from typing import Final
 
 KEPT: Final = 1024
 PROLOGUE: Final = -1  # the step of what comes before a plan's first one
+DEVICE: Final = "device"  # the scope of results that a device owes, whichever collectives it is in
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,14 @@ class Recorder:
             self._open = None
             with self._lock:
                 self._done.append(Record(collective, start_s, time.monotonic() - start_s))
+
+    def stalled(self, name: str, since_s: float) -> None:
+        """What collectives on a device were queued for does not come: counts as an open collective until `flows`."""
+        self._open = (CollectiveId(self._seq, self._step, DEVICE, 0, name), since_s)
+
+    def flows(self) -> None:
+        """What was waited for has come."""
+        self._open = None
 
     def waiting(self) -> tuple[CollectiveId, float] | None:
         """The open collective and when it began, on time.monotonic; None if there is none."""

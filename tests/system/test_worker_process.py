@@ -239,7 +239,7 @@ async def test_two_coupled_workers_step_together() -> None:
             assert tokens_in(await stream.finish(1)) == tokens
         await streams[0].send(*decode(2, 0, k=4))
         status = await status_with_message(one)
-        assert "plan 2, step 0, collective 0) has waited" in status and status.endswith(f"missing: {two.address}")
+        assert "plan 2, step 0, everybody 0) has waited" in status and status.endswith(f"missing: {two.address}")
         await streams[1].send(decode(2, k=4)[0], Body(1, 0))
         assert tokens_in(await streams[0].finish(2)) == 4
         placeholders = await streams[1].finish(2)

@@ -20,8 +20,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from lockstep_common import errors
 from lockstep_common.errors import ConfigError, LockstepError
-from lockstep_common.steps import PromptScores, Sampling, f32, u32
-from lockstep_proto.v1 import common_pb2
+from lockstep_common.steps import PromptScores, Sampling, WorkerFacts, f32, u32
+from lockstep_proto.v1 import common_pb2, worker_pb2
 
 ERROR_TRAILER = "lockstep-error-bin"
 TOKEN_HEADER = "authorization"
@@ -288,3 +288,30 @@ def _refusal(handler: grpc.RpcMethodHandler[Any, Any] | None) -> grpc.RpcMethodH
     if handler.response_streaming:
         return grpc.unary_stream_rpc_method_handler(stream)  # type: ignore[arg-type,unused-ignore]
     return grpc.stream_unary_rpc_method_handler(unary)  # type: ignore[arg-type,unused-ignore]
+
+
+def write_facts(facts: WorkerFacts) -> worker_pb2.WorkerFacts:
+    return worker_pb2.WorkerFacts(
+        model=facts.model,
+        config_hash=facts.config_hash,
+        device=facts.device,
+        dtype=facts.dtype,
+        vocab_size=facts.vocab_size,
+        max_model_len=facts.max_model_len,
+        max_rows=facts.max_rows,
+        weights_epoch=facts.weights_epoch,
+        groups=[
+            worker_pb2.KvGroup(kind=g.kind, block_size=g.block_size, num_blocks=g.num_blocks, dtype=g.dtype)
+            for g in facts.groups
+        ],
+        deterministic=facts.deterministic,
+        routed_experts=facts.routed_experts,
+        generated_reusable=facts.generated_reusable,
+        moe_layers=facts.moe_layers,
+        routed_expert_count=facts.routed_expert_count,
+        expert_slots=facts.expert_slots,
+        expert_groups=facts.expert_groups,
+        dp=facts.dp,
+        cp=facts.cp,
+        rank=facts.rank,
+    )

@@ -401,33 +401,6 @@ def read_loads(message: worker_pb2.ExpertLoads) -> ExpertLoads:
     return ExpertLoads(u32(message.prefill).reshape(shape), u32(message.decode).reshape(shape), message.steps)
 
 
-def write_facts(facts: WorkerFacts) -> worker_pb2.WorkerFacts:
-    return worker_pb2.WorkerFacts(
-        model=facts.model,
-        config_hash=facts.config_hash,
-        device=facts.device,
-        dtype=facts.dtype,
-        vocab_size=facts.vocab_size,
-        max_model_len=facts.max_model_len,
-        max_rows=facts.max_rows,
-        weights_epoch=facts.weights_epoch,
-        groups=[
-            worker_pb2.KvGroup(kind=g.kind, block_size=g.block_size, num_blocks=g.num_blocks, dtype=g.dtype)
-            for g in facts.groups
-        ],
-        deterministic=facts.deterministic,
-        routed_experts=facts.routed_experts,
-        generated_reusable=facts.generated_reusable,
-        moe_layers=facts.moe_layers,
-        routed_expert_count=facts.routed_expert_count,
-        expert_slots=facts.expert_slots,
-        expert_groups=facts.expert_groups,
-        dp=facts.dp,
-        cp=facts.cp,
-        rank=facts.rank,
-    )
-
-
 def read_facts(message: worker_pb2.WorkerFacts) -> WorkerFacts:
     return WorkerFacts(
         model=message.model,

@@ -19,7 +19,7 @@ from lockstep_common.clock import Clock
 from lockstep_common.errors import ConfigError, Conflict, DeadlineExceeded, InvalidRequest, LockstepError, Unavailable
 from lockstep_common.steps import ExpertLoads, Header
 from lockstep_proto.v1 import scheduler_pb2, scheduler_pb2_grpc
-from lockstep_scheduler.client import read_facts, read_header, read_loads, write_facts, write_header, write_loads
+from lockstep_scheduler.client import read_facts, read_header, read_loads, write_header, write_loads
 from lockstep_scheduler.config import SchedulerConfig
 from lockstep_scheduler.polls import Ballot, Coordinator, Tally
 from lockstep_scheduler.settings import Group
@@ -114,7 +114,7 @@ class Hub(scheduler_pb2_grpc.ShardsServicer):
                 cp=group.cp,
                 first_rank=own.start,
                 drivers=[drivers[rank] for rank in own],
-                facts=write_facts(group.facts),
+                facts=rpc.write_facts(group.facts),
                 max_rows=group.max_rows,
                 max_model_len=group.max_model_len,
             )

@@ -29,7 +29,6 @@ from lockstep_common.steps import (
     PrefillPass,
     RowState,
     TableWrite,
-    WorkerFacts,
     u32,
 )
 from lockstep_proto.v1 import worker_pb2, worker_pb2_grpc
@@ -105,7 +104,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
             facts = await asyncio.wrap_future(self._driver.configure(_group_config(request)))
         except LockstepError as error:
             await rpc.abort(context, error)
-        return worker_pb2.ConfigureReply(facts=_facts(facts))
+        return worker_pb2.ConfigureReply(facts=rpc.write_facts(facts))
 
     async def Expel(self, request: worker_pb2.ExpelRequest, context: Context) -> worker_pb2.ExpelReply:
         try:
@@ -155,7 +154,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
             started=plans.started,
             finished=plans.finished,
             message=driver.message,
-            facts=_facts(driver.facts) if driver.facts is not None else None,
+            facts=rpc.write_facts(driver.facts) if driver.facts is not None else None,
             loaded=driver.loaded,
             nonfinite_rows=driver.nonfinite_rows,
         )
@@ -443,31 +442,4 @@ def _row_state(state: RowState) -> worker_pb2.RowState:
         choice=state.choice,
         offset=state.offset,
         blocks=[worker_pb2.BlockList(group=g, blocks=blocks.tobytes()) for g, blocks in enumerate(state.blocks)],
-    )
-
-
-def _facts(facts: WorkerFacts) -> worker_pb2.WorkerFacts:
-    return worker_pb2.WorkerFacts(
-        model=facts.model,
-        config_hash=facts.config_hash,
-        device=facts.device,
-        dtype=facts.dtype,
-        vocab_size=facts.vocab_size,
-        max_model_len=facts.max_model_len,
-        max_rows=facts.max_rows,
-        weights_epoch=facts.weights_epoch,
-        groups=[
-            worker_pb2.KvGroup(kind=g.kind, block_size=g.block_size, num_blocks=g.num_blocks, dtype=g.dtype)
-            for g in facts.groups
-        ],
-        deterministic=facts.deterministic,
-        routed_experts=facts.routed_experts,
-        generated_reusable=facts.generated_reusable,
-        moe_layers=facts.moe_layers,
-        routed_expert_count=facts.routed_expert_count,
-        expert_slots=facts.expert_slots,
-        expert_groups=facts.expert_groups,
-        dp=facts.dp,
-        cp=facts.cp,
-        rank=facts.rank,
     )

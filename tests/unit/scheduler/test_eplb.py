@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from lockstep_common.errors import ConfigError
 from lockstep_common.experts import initial_placement
+from lockstep_common.rpc import write_facts
 from lockstep_common.steps import NO_U32, NO_U64, Body, ExpertLoads, Header, Kind, KvGroup, PlanOutcome, WorkerFacts
 from lockstep_proto.v1 import worker_pb2
 from lockstep_scheduler.client import read_facts, read_outcome, write_body, write_header
@@ -29,7 +30,7 @@ from lockstep_scheduler.eplb import (
     settle,
 )
 from lockstep_scheduler.vote import Position, Rules, Vote, agree
-from lockstep_worker.server import _facts, outcome_message, plan_from
+from lockstep_worker.server import outcome_message, plan_from
 
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
@@ -58,7 +59,7 @@ def test_facts_of_experts_on_the_wire() -> None:
     facts = WorkerFacts(
         "m", "h", "cpu", "float32", 10, 64, 4, 0, (KvGroup("full", 4, 20),), True, True, True, 58, 256, 288, 8
     )
-    assert read_facts(_facts(facts)) == facts
+    assert read_facts(write_facts(facts)) == facts
 
 
 # -- the planner --------------------------------------------------------------------------------------------------------

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lockstep_common import rpc
 from lockstep_common.clock import ManualClock
 from lockstep_common.errors import ConfigError, Conflict, DeadlineExceeded, InvalidRequest, LockstepError, Unavailable
 from lockstep_common.steps import ExpertLoads, Header, Kind, KvGroup, WorkerFacts
 from lockstep_proto.v1 import scheduler_pb2
-from lockstep_scheduler.client import read_facts, read_header, read_loads, write_facts, write_header, write_loads
+from lockstep_scheduler.client import read_facts, read_header, read_loads, write_header, write_loads
 from lockstep_scheduler.config import SchedulerConfig
 from lockstep_scheduler.polls import Ballot
 from lockstep_scheduler.settings import Group
@@ -47,7 +48,7 @@ def test_a_header_and_facts_come_as_they_went() -> None:
     header = unlike_the_default(Header, kind=Kind.PREFILL)
     facts = unlike_the_default(WorkerFacts, groups=(KvGroup("full", 16, 99, "fp8"),))
     assert read_header(write_header(header)) == header
-    assert read_facts(write_facts(facts)) == facts
+    assert read_facts(rpc.write_facts(facts)) == facts
     loads = ExpertLoads(np.array([[1, 2]], np.uint32), np.array([[3, 4]], np.uint32), 5)
     found = read_loads(write_loads(loads))
     assert found.prefill.tolist() == [[1, 2]] and found.decode.tolist() == [[3, 4]] and found.steps == 5

@@ -129,14 +129,14 @@ def test_heads_alone_become_what_they_become_among_others(
     cache = poisoned(tokens, 2, heads, 16, width, dtype=dtype)
     want = in_float32(qkv, cache, positions, positions * 0, rotated, norm)
     first = heads if values else 0  # keys and values, or queries
-    x = qkv[:, first : first + 2 * heads if values else heads].contiguous()
+    x = qkv[:, first : first + 2 * heads if values else heads].clone()
     cos, sin = (table.float().to(DEVICE) for table in angles(rotated))
     own = None if norm is None else norm.gain[first : first + heads]
     kernel.rotate_heads_(x, heads, cos, sin, positions, positions * 0, own, EPS)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(x.float(), want[:, first : first + x.shape[1]], rtol=tolerance, atol=tolerance)
     if dtype == torch.float32:  # the same on CPU
-        y = qkv[:, first : first + x.shape[1]].cpu().contiguous()
+        y = torch.empty_like(x, device="cpu").copy_(qkv[:, first : first + x.shape[1]])
         tables = rope.tables(*angles(rotated), dtype, y.device)
         prepared = rope.prepare(tables, positions.cpu(), positions.cpu() * 0, kv_heads=heads, block_size=1, dtype=dtype)
         rope.rotate_heads_(y, heads, prepared, None if own is None else Norm(own.cpu(), EPS))

@@ -49,7 +49,7 @@ async def serve(settings: SchedulerConfig) -> None:
         clock,
         ledger,
         emit=lambda batch: service.emit(batch),
-        defer=lambda seconds: void(running.call_later(seconds, loop.advance)),
+        defer=lambda seconds: void(running.call_later(seconds, loop.wake)),
     )
     service: SchedulerService = SchedulerService(
         loop, ledger, clock, shard_id=settings.name, grace=settings.session_grace

@@ -67,7 +67,9 @@ class InFlight:
     reported: float  # when it started or last reported, as far as known here
     continues: bool = False  # the plan before it ran until it came: the device should not have waited
     hold: float = 0.0  # when the plan behind it is composed; 0 undecided
-    held: float = 0.0  # seconds that this took away from the turnaround that the workers measure
+    since: float = 0.0  # when that was decided
+    timed: bool = False  # a timer will turn the loop then
+    held: float = 0.0  # seconds that waiting took away from the turnaround that the workers measure
     turnaround: float = math.inf  # the shortest of its ranks': that of the one that reported last
 
 
@@ -89,7 +91,7 @@ class StepLoop:
         emit: Callable[[EventBatch], None],
         defer: Callable[[float], None] | None = None,
     ) -> None:
-        """`defer(seconds)` calls `advance` after so many seconds; without it every plan is composed as soon as it may be."""
+        """`defer(seconds)` calls `wake` after so many seconds; without it every plan is composed as soon as it may be."""
         self.settings = settings
         self.stats = Stats()
         self.requests = Lifecycle(settings, clock, ledger, emit, self.stats, self.check)
@@ -127,6 +129,12 @@ class StepLoop:
             self._agreed(header)
             if self._asleep:
                 return
+
+    def wake(self) -> None:
+        """The time that `defer` was asked to wait for is over, or nearly: a timer of whole milliseconds may come too early."""
+        if self._inflight:
+            self._inflight[0].timed = False
+        self.advance()
 
     def on_header(self, number: int, header: Header, waited: float) -> None:
         """The header of a round in which other shards voted too; `waited`: seconds for which their ballots kept it back."""
@@ -208,12 +216,14 @@ class StepLoop:
         now = self._clock.now()
         if running.hold == 0.0:
             running.hold = self.pace.compose_at(running.header, remaining, running.reported)
-            if self._defer is None or running.hold - now < SHORTEST_HOLD:
-                running.hold = now
-            else:
-                running.held = running.hold - now
-                self._defer(running.held)
-        return now >= running.hold
+            running.since = now
+        if self._defer is None or running.hold - now < SHORTEST_HOLD:
+            running.held = now - running.since
+            return True
+        if not running.timed:
+            running.timed = True
+            self._defer(running.hold - now)
+        return False
 
     def _vote(self) -> Header | None:
         """Casts this shard's votes; the header, if it is known at once. While the group sleeps only who has something to say, or

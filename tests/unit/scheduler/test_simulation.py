@@ -476,3 +476,21 @@ def test_a_plan_is_held_back_only_while_something_could_still_go_into_it() -> No
     sim.check_answers(requests)
     assert [h.kind for h in sim.headers[:6]] == [Kind.PREFILL] * 6
     assert held and set(held) == {0}, "a full prefill step went out late"
+
+
+def test_a_timer_that_comes_early_is_set_again() -> None:
+    sim = Simulation(a=1, b=4, max_window=1, num_blocks=100)
+    asked: list[float] = []
+    sim.loop._defer = asked.append
+    sim.submit(prompt(4), max_tokens=30)
+    while not asked:
+        assert sim.turn()
+    sent = len(sim.headers)
+    sim.clock.advance(asked[-1] - 0.003)
+    sim.loop.wake()
+    assert len(asked) == 2 and len(sim.headers) == sent
+    sim.loop.advance()
+    assert len(asked) == 2, "one timer at a time is enough"
+    sim.clock.advance(asked[-1])
+    sim.loop.wake()
+    assert len(sim.headers) == sent + 1, "the device would have run out of work"

@@ -273,7 +273,7 @@ class Simulation:
             self._at(self._clock_ns, self._submit_more)
 
     def _defer(self, seconds: float) -> None:
-        self._at(self._clock_ns + int(seconds * _NS) + 1, lambda: self._schedule(0, self.loop.advance))
+        self._at(self._clock_ns + int(seconds * _NS) + 1, lambda: self._schedule(0, self.loop.wake))
 
     def _tick(self) -> None:
         def tick() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,16 @@ import pytest
 import torch
 
 from lockstep_bench.client import Answer
-from lockstep_common.steps import Sampling
+from lockstep_common.steps import GroupConfig, Sampling
+from lockstep_worker.__main__ import load
+from lockstep_worker.config import WorkerConfig
+from lockstep_worker.runner import Runner
+from tests.moe_model import Form, MoeShape, make_tiny_moe
 from tests.system.harness import gather_in_order, stack
 from tests.system.test_bits import GREEDY, SEEDED, jobs
 from tests.tiny_model import make_tiny_model, special_ids
+from tests.unit.worker.test_runner import MIXED, fresh
+from tests.unit.worker.toy import MAX_LEN, ROWS, PlanDriver
 
 pytestmark = pytest.mark.gpu
 LOGPROB_TOLERANCE = 1e-3  # fp32 sums in another order, over the depth of the tiny model
@@ -112,3 +121,43 @@ def test_a_kv_cache_of_8_bits_scores_nearly_the_same(model: Path) -> None:
     )
     error = (found - expected).square().mean().sqrt() / expected.std()
     assert 0 < error < 0.25
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Operations of torch that wait for the device are errors: also an index that takes a scalar, or a copy of pageable memory."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("form", [None, "qwen3-moe", "deepseek-v3"])
+def test_no_plan_waits_for_the_device(model: Path, tmp_path: Path, form: Form | None, enforce_eager: bool) -> None:
+    if form is not None:
+        model = make_tiny_moe(tmp_path, form=form, shape=MoeShape(hidden=128, heads=4, expert_width=64))
+    config = WorkerConfig(
+        model=str(model),
+        device="cuda",
+        dtype="bfloat16",
+        max_num_seqs=ROWS,
+        max_model_len=MAX_LEN,
+        block_size=16,
+        enforce_eager=enforce_eager,
+        kv_cache_memory_gb=0.25,
+    )
+    runner = Runner(partial(load, config))
+    runner.load(lambda share, message: None)
+    runner.configure(GroupConfig(1, 1, 0, 0, 0, 1, 1, "", 0, ROWS, MAX_LEN, 256, 8, 0))
+    driver = PlanDriver(runner, block=16)
+    driver.add(fresh(MIXED))  # what is made at its first use is made
+    driver.finish()
+    for row in list(driver.rows):
+        driver.remove(row)
+    with no_waiting():
+        driver.add(fresh(MIXED), chunk=4)
+        driver.finish()
+    assert all(choice.output for choice in driver.rows.values())
+    runner.close()

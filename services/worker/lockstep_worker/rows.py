@@ -416,7 +416,7 @@ class Rows:
         self.host_widths[rows] = widths.clip(0, self.sampling.vocab_size)
         self.lengths[index] = self.to_device(lengths)
         self.limits[index] = self.to_device(limits)
-        self.alive[index] = True
+        self.alive.index_fill_(0, index, True)  # a scalar assigned comes from pageable memory: the host waits
         tokens = _stacked([add.tokens for add in adds])
         self.history[index, : tokens.shape[1]] = self.to_device(tokens)
         self.last[index] = self.to_device(tokens[np.arange(len(adds)), lengths - 1])

@@ -87,7 +87,7 @@ class AllToAll:
         tokens, size = len(ids), self._world.size
         ranks, token = self._ranks(ids), torch.arange(tokens, device=ids.device)
         sends = torch.zeros(size + 1, tokens, dtype=torch.bool, device=ids.device)
-        sends[ranks.T, token] = True
+        sends[ranks.T, token] = sends.new_ones(())  # a scalar of the host would make it wait
         sends = sends[:-1]  # without what goes nowhere
         places = sends.flatten().cumsum(0).view(size, tokens) - 1
         returns = torch.where(ranks < 0, -1, places[ranks.clamp(min=0), token[:, None]])

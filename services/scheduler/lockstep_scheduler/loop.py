@@ -109,6 +109,7 @@ class StepLoop:
         self._round = 1
         self._called = 0  # the last round that another shard has called this one to
         self._asleep = True  # the last round said `park`, or there was none
+        self._heard = 0  # groups that had been queued when the ranks were asked last
         self._cast: Cast | None = None
         self._inflight: deque[InFlight] = deque()
         self._last_booked = 0.0
@@ -120,7 +121,7 @@ class StepLoop:
 
     def advance(self) -> None:
         """Votes and sends plans while the next one is due. Every rank's body belongs to the one header that all ranks agree on."""
-        while self.group is not None and self._cast is None and self._due():
+        while self.group is not None and self._cast is None and self._has_news() and self._due():
             for rank in self.ranks:
                 self._books.requeue(plan.make_room(rank, self.slots))
             header = self._vote()
@@ -129,6 +130,15 @@ class StepLoop:
             self._agreed(header)
             if self._asleep:
                 return
+
+    def _has_news(self) -> bool:
+        """Whether asking the ranks can give another answer than before. After `park` it cannot until this shard is called, until
+        something is queued, or until the plan that still ran has ended on every rank here: what waits then waits for rows, and
+        the ranks give them back together. So a plan costs one round, however many outcomes it has, and ranks whose rows end in
+        the same step are filled again in the same prefill plan."""
+        if not self._asleep or self._called >= self._round:
+            return True
+        return bool(self.waiting) and (not self._inflight or self.waiting.pushed != self._heard)
 
     def wake(self) -> None:
         """The time that `defer` was asked to wait for is over, or nearly: a timer of whole milliseconds may come too early."""
@@ -232,6 +242,7 @@ class StepLoop:
         want_k = min(self.rules.a, self.limits.max_window) if self.rules is not None else self.limits.max_window
         first = self.group.ranks.start  # type: ignore[union-attr]
         votes = plan.votes(self.ranks, draft, self.slots, want_k, self.draining, first_rank=first)
+        self._heard = self.waiting.pushed
         if self._asleep and self._called < self._round and not any(vote.want or vote.running for vote in votes):
             return None
         now = self._clock.now()

@@ -56,12 +56,14 @@ class Waiting:
     """
 
     def __init__(self) -> None:
+        self.pushed = 0  # groups that have ever been queued
         self._items: list[tuple[tuple[int, int, int], list[Choice]]] = []
         self._choices = 0
 
     def push(self, choices: list[Choice]) -> None:
         assert all(c.phase is Phase.WAITING for c in choices)
         heapq.heappush(self._items, (choices[0].order, choices))
+        self.pushed += 1
         self._choices += len(choices)
 
     def discard(self, choice: Choice) -> None:

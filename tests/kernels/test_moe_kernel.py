@@ -116,6 +116,11 @@ def test_plan_of_more_pairs_than_a_program_takes_together() -> None:
     check_plan(random_ids(1500, 3, 3, 0), 3, 128)
 
 
+def test_plan_of_more_chunks_than_a_program_takes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "AT_ONCE", 4)
+    check_plan(random_ids(1500, 3, 3, 0), 3, 128)
+
+
 def check_plan(ids: torch.Tensor, experts: int, block: int) -> None:
     got, want = kernel.plan(ids, experts, block), reference.plan(ids, experts, block)
     used, blocks = int(want.ends[-1]), int((want.blocks[0] >= 0).sum())

@@ -17,7 +17,8 @@ from lockstep_kernels.moe.weights import Routing
 LOWEST = tl.constexpr(-(2**31))
 FEW_PAIRS, MANY_PAIRS = 1024, 4096  # beyond the many, every expert's program looking at all pairs takes too long
 FEW_TOKENS = 2048  # up to which a processor has room for a warp a token
-CHUNK, PART = 512, 64  # of pairs, if they are many
+CHUNK, PART = 256, 64  # of pairs, if they are many
+AT_ONCE = 512  # chunks
 
 
 @triton.jit
@@ -182,33 +183,32 @@ def _plan(
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _count(ids_ptr, counts_ptr, pairs, EXPERTS_PAD: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    """counts [chunks, EXPERTS_PAD]: each expert's pairs among those of a chunk. A program: one chunk."""
+def _count(
+    ids_ptr, counts_ptr, totals_ptr, pairs, EXPERTS_PAD: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """counts [chunks, EXPERTS_PAD]: each expert's pairs among those of a chunk; totals: among all. A program: one chunk."""
     release(PDL)
-    chunk = tl.program_id(0)
+    chunk, number = tl.program_id(0), tl.arange(0, EXPERTS_PAD)
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
     wait(PDL)
     ids = tl.load(ids_ptr + pair, mask=pair < pairs, other=-1)
     counts = tl.histogram(ids, EXPERTS_PAD, mask=ids >= 0)
-    tl.store(counts_ptr + chunk * EXPERTS_PAD + tl.arange(0, EXPERTS_PAD), counts)
+    tl.store(counts_ptr + chunk * EXPERTS_PAD + number, counts)
+    tl.atomic_add(totals_ptr + number, counts, mask=counts > 0, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["chunks", "blocks"])
 def _places(
-    counts_ptr, places_ptr, ends_ptr, blocks_ptr, chunks, blocks,
+    counts_ptr, totals_ptr, places_ptr, ends_ptr, blocks_ptr, chunks, blocks,
     EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr, AT_ONCE: tl.constexpr, LIST: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """places [chunks, EXPERTS_PAD]: where in the order each chunk's pairs of an expert begin. A program: one expert."""
     release(PDL)
-    expert = tl.program_id(0)
-    number, item = tl.arange(0, EXPERTS_PAD), tl.arange(0, AT_ONCE)
+    expert, item = tl.program_id(0), tl.arange(0, AT_ONCE)
     wait(PDL)
-    counts = tl.zeros((EXPERTS_PAD,), tl.int32)
-    for start in range(0, chunks, AT_ONCE):
-        chunk = (start + item)[:, None]
-        counts += tl.sum(tl.load(counts_ptr + chunk * EXPERTS_PAD + number[None, :], mask=chunk < chunks, other=0), 0)
-    place = _list_blocks(counts, expert, ends_ptr, blocks_ptr, blocks, EXPERTS, EXPERTS_PAD, BLOCK_M, LIST)
+    totals = tl.load(totals_ptr + tl.arange(0, EXPERTS_PAD))
+    place = _list_blocks(totals, expert, ends_ptr, blocks_ptr, blocks, EXPERTS, EXPERTS_PAD, BLOCK_M, LIST)
     for start in range(0, chunks, AT_ONCE):
         chunk = start + item
         own = tl.load(counts_ptr + chunk * EXPERTS_PAD + expert, mask=chunk < chunks, other=0)
@@ -333,13 +333,14 @@ def _plan_many(
     block_m: int,
     common: dict[str, int | bool],
 ) -> None:
-    """`plan` in three launches: count by chunks, see where each expert's pairs of each chunk begin, put them there."""
+    """`plan` for many pairs: count by chunks, see where each expert's pairs of each chunk begin, put them there."""
     chunks, width = triton.cdiv(pairs, CHUNK), int(common["EXPERTS_PAD"])
     counts, places = torch.empty(2, chunks, width, dtype=torch.int32, device=ids.device)
-    _count[(chunks,)](ids, counts, pairs, CHUNK=CHUNK, num_warps=4, **common)
+    totals = torch.zeros(width, dtype=torch.int32, device=ids.device)
+    _count[(chunks,)](ids, counts, totals, pairs, CHUNK=CHUNK, num_warps=4, **common)
     _places[(experts,)](
-        counts, places, ends, table, chunks, blocks, EXPERTS=experts, BLOCK_M=block_m, AT_ONCE=max(8, 8192 // width),
-        LIST=128, num_warps=8, **common,
+        counts, totals, places, ends, table, chunks, blocks, EXPERTS=experts, BLOCK_M=block_m, AT_ONCE=AT_ONCE, LIST=128,
+        num_warps=4, **common,
     )  # fmt: skip
     _order[(triton.cdiv(pairs, PART),)](ids, places, order, pairs, CHUNK=CHUNK, PART=PART, num_warps=4, **common)
 

@@ -66,7 +66,9 @@ class Counters:
         def delta(name: str) -> float:
             return self.page.get(name, 0.0) - before.page.get(name, 0.0)
 
+        trips = delta("lockstep_plan_round_trip_seconds_count")
         return {
+            "plan_round_trip_s": round(delta("lockstep_plan_round_trip_seconds_sum") / trips, 6) if trips else 0.0,
             "plans": delta("lockstep_plans_total"),
             "device_idle_s": round(delta("lockstep_device_idle_seconds_total"), 4),
             "overrun_row_steps": delta("lockstep_overrun_row_steps_total"),

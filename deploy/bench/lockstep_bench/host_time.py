@@ -14,40 +14,32 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from lockstep_worker.profile import LAUNCHED, RECEIVED, SENT, STARTED, Moment, Timeline
+from lockstep_worker.profile import LAUNCHED, STARTED, Moment, Timeline
 
 VARIABLE = "LOCKSTEP_BENCH_TIMELINE"
 
 
-def per_step(moments: Sequence[Moment], window: int) -> dict[str, float] | None:
+def per_step(moments: Sequence[Moment], window: int, round_trip_s: float) -> dict[str, float] | None:
     """Mean milliseconds a step, over the plans of `window` decode steps that follow another such plan; None if there are none.
 
-    scheduler_ms: from when the worker sent the last outcome before a plan came until it came: both ways on the wire, booking,
-    deciding, writing. worker_ms: from when the worker took the plan up until its last step was given to the device. Both may
-    lie behind the device's work of the plan before. Where no device works beside the host, the worker's time is that of the steps
-    themselves. Moments are in order of time.
+    scheduler_ms: of `round_trip_s`, the mean time from when a worker sent the outcome that a plan waited for until the plan came,
+    less what the scheduler held it back on purpose: both ways on the wire, booking, deciding, writing. worker_ms: from when the
+    worker took the plan up until its last step was given to the device. Both may lie behind the device's work of the plan before.
+    Where no device works beside the host, the worker's time is that of the steps themselves. Moments are in order of time.
     """
     steps: defaultdict[int, int] = defaultdict(int)
     started: dict[int, int] = {}
     launched: dict[int, int] = {}
-    decided: dict[int, int] = {}
-    sent: int | None = None
     for moment in moments:
-        if moment.name == SENT:
-            sent = moment.at
-        elif moment.name == RECEIVED and sent is not None:
-            decided[moment.seq] = moment.at - sent
-        elif moment.name == STARTED:
+        if moment.name == STARTED:
             started[moment.seq] = moment.at
         elif moment.name == LAUNCHED:
             steps[moment.seq] += 1
             launched[moment.seq] = moment.at
-    plans = [
-        seq for seq in steps if steps[seq] == steps.get(seq - 1) == window > 1 and seq in started and seq in decided
-    ]
+    plans = [seq for seq in steps if steps[seq] == steps.get(seq - 1) == window > 1 and seq in started]
     if not plans:
         return None
-    scheduler = fmean(decided[seq] for seq in plans) / window / 1e6
+    scheduler = round_trip_s / window * 1e3
     worker = fmean(launched[seq] - started[seq] for seq in plans) / window / 1e6
     return {
         "window": window,

@@ -50,14 +50,14 @@ def main() -> None:
     from lockstep_kernels import moe
     from lockstep_worker.__main__ import main as worker
 
-    counter, route = Counter(), moe.route
+    counter, choose = Counter(), moe.choose
 
-    def counted(logits: Any, routing: Any, **options: Any) -> Any:
-        ids, weights = route(logits, routing, **options)
-        counter.add(ids, routing.experts)
+    def counted(x: Any, gate: Any, **options: Any) -> Any:
+        ids, weights = choose(x, gate, **options)
+        counter.add(ids, gate.routing.experts)
         return ids, weights
 
-    moe.route = counted
+    moe.choose = counted
     try:
         worker()
     finally:

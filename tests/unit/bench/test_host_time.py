@@ -22,7 +22,7 @@ def plan(seq: int, at: int, steps: int) -> list[Moment]:
 
 def test_the_time_between_outcome_and_plan_is_the_schedulers_and_up_to_the_last_launch_the_workers() -> None:
     moments = plan(5, 0, 8) + plan(6, 100 * MS, 8) + plan(7, 200 * MS, 8)
-    assert host_time.per_step(moments, 8) == {
+    assert host_time.per_step(moments, 8, 0.002) == {
         "window": 8,
         "plans": 2,
         "scheduler_ms": 0.25,
@@ -32,12 +32,14 @@ def test_the_time_between_outcome_and_plan_is_the_schedulers_and_up_to_the_last_
 
 
 def test_plans_count_in_a_row_of_the_same_window_only() -> None:
-    assert host_time.per_step(plan(5, 0, 4) + plan(6, 100 * MS, 8), 8) is None, (
+    assert host_time.per_step(plan(5, 0, 4) + plan(6, 100 * MS, 8), 8, 0.002) is None, (
         "the scheduler waited for something else"
     )
-    found = host_time.per_step(plan(5, 0, 8)[3:] + plan(6, 100 * MS, 8) + plan(7, 200 * MS, 8), 8)
+    found = host_time.per_step(plan(5, 0, 8)[3:] + plan(6, 100 * MS, 8) + plan(7, 200 * MS, 8), 8, 0.002)
     assert found is not None and found["plans"] == 2, "the first one was cut by the recording"
-    assert host_time.per_step(plan(5, 0, 1) + plan(6, 100 * MS, 1), 1) is None, "of a single step nothing can be told"
+    assert host_time.per_step(plan(5, 0, 1) + plan(6, 100 * MS, 1), 1, 0.002) is None, (
+        "of a single step nothing can be told"
+    )
 
 
 def test_moments_are_kept_and_read_by_their_time(tmp_path: Path) -> None:

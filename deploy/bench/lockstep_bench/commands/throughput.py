@@ -213,23 +213,28 @@ async def _experts(args: argparse.Namespace, settings: Settings, works: Sequence
 
 
 async def _host_time(args: argparse.Namespace, settings: Settings, works: Sequence[Workload], results: Results) -> None:
-    """Runs the decode workloads on a worker that keeps its timeline; what belongs to which is told apart by the clock."""
+    """Runs the decode workloads on a worker that keeps its timeline; what belongs to which is told apart by the clock. Vote points
+    lie whole windows apart, so that plans are as long as they may be."""
     decoding = [work for work in works if work.output > 1]
     log(f"{settings.name}: host time")
     with tempfile.TemporaryDirectory(prefix="lockstep-") as scratch:
         moments, spans = Path(scratch) / "moments.json", []
         keeping = replace(
-            settings, worker_module="lockstep_bench.host_time", worker_env={host_time.VARIABLE: str(moments)}
+            settings,
+            worker_module="lockstep_bench.host_time",
+            worker_env={host_time.VARIABLE: str(moments)},
+            scheduler_flags=f"--prefill-attempt-interval {settings.max_window} {settings.scheduler_flags}",
         )
         async with engine.running(keeping, log, args.log_dir) as started:
             bench = Bench(started.session, args.seed)
             await bench.warm_up()
             for work in decoding:
-                begin = time.perf_counter_ns()
+                before, begin = await started.counters(), time.perf_counter_ns()
                 await bench.seconds(work)
-                spans.append((work, begin, time.perf_counter_ns()))
-        for work, begin, end in spans:
-            found = host_time.per_step(host_time.read(moments, begin, end), settings.max_window)
+                end = time.perf_counter_ns()
+                spans.append((work, begin, end, (await started.counters()).since(before)["plan_round_trip_s"]))
+        for work, begin, end, round_trip_s in spans:
+            found = host_time.per_step(host_time.read(moments, begin, end), settings.max_window, round_trip_s)
             results.annotate(settings.name, work.name, "host_per_step", found)
 
 

@@ -125,6 +125,7 @@ def loop_settings(settings: SchedulerConfig) -> Settings:
         b=settings.prefill_any_attempt_interval,
         watermark=settings.watermark,
         max_prefill_tokens_per_point=settings.max_prefill_tokens_per_point,
+        attention_span=settings.attention_span,
         prefix_caching=settings.enable_prefix_caching,
         worker_timeout=settings.worker_timeout,
         grace=settings.session_grace,

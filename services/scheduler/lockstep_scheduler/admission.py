@@ -5,7 +5,7 @@ from __future__ import annotations
 from lockstep_common.errors import ContextLengthExceeded, InvalidRequest, Overloaded, Unsupported
 from lockstep_common.steps import MAX_LOGPROBS, MAX_PROMPT_SCORES, U32, Sampling
 from lockstep_scheduler.blocks import BlockPool
-from lockstep_scheduler.plan import Limits
+from lockstep_scheduler.ranks import Limits
 
 
 def check_possible(

@@ -16,7 +16,7 @@ from lockstep_scheduler import plan
 from lockstep_scheduler.booking import Booked, EventBatch, book, events, scores_event
 from lockstep_scheduler.ledger import Ledger
 from lockstep_scheduler.lifecycle import Lifecycle
-from lockstep_scheduler.plan import RankState
+from lockstep_scheduler.ranks import RankState
 from lockstep_scheduler.request import Choice, End, Phase, Slots
 from lockstep_scheduler.stats import Stats
 

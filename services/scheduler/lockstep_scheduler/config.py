@@ -49,6 +49,9 @@ class SchedulerConfig:
     max_prefill_tokens_per_point: int = setting(
         0, "prompt tokens after which a decode window is owed (0: one full step)"
     )
+    attention_span: int = setting(
+        4096, "context behind which attention takes a prompt token as long as the rest of the model, in tokens"
+    )
     watermark: float = setting(0.95, "share of KV blocks in use above which nothing is admitted beside running rows")
     enable_prefix_caching: bool = setting(True, "requests share the KV blocks of equal beginnings")
     enable_eplb: bool = setting(False, "move routed experts between the workers of the group so that loads are even")
@@ -86,7 +89,7 @@ class SchedulerConfig:
         if len(set(self.workers)) != len(self.workers):
             raise ConfigError(f"--workers names an address twice: {', '.join(self.workers)}")
         self._check_shards()
-        least_one = ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "max_window")
+        least_one = ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "max_window", "attention_span")
         for name in (*least_one, "dbo_decode_token_threshold", "dbo_prefill_token_threshold"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1")

@@ -18,7 +18,7 @@ from lockstep_scheduler.admission import total_tokens
 from lockstep_scheduler.blocks import chain, root
 from lockstep_scheduler.booking import EventBatch, end_event, replay_event, scores_event
 from lockstep_scheduler.ledger import Ledger
-from lockstep_scheduler.plan import Limits, RankState, Waiting
+from lockstep_scheduler.ranks import Limits, RankState, Waiting
 from lockstep_scheduler.request import Choice, End, Phase, Request, Slots
 from lockstep_scheduler.settings import Group, Settings
 from lockstep_scheduler.stats import Stats

@@ -4,7 +4,7 @@
 leave through `Workers.send`, outcomes and requests come in as calls, events leave through `emit`, the ledger takes its
 batches off the loop. Votes leave through `Polls.cast`; a group of one shard has its header at once, with several it comes in
 through `on_header`. Until then no plan is composed, but requests end, come and go: what the votes promised stays true, because
-it only ever gets less (`plan.remainder`).
+it only ever gets less (`draft.remainder`).
 
 Late commit (P2): at most one plan waits at the workers behind the running one. It is composed when at most `lead_steps` steps
 of the running one remain, and then only as early as it must be to arrive in time: what is left of the running plan, less the
@@ -29,12 +29,13 @@ from lockstep_common.steps import U32, Body, ExpertLoads, Header, Kind, PlanOutc
 from lockstep_scheduler import admission, plan
 from lockstep_scheduler.booking import Booked, EventBatch
 from lockstep_scheduler.books import Books
+from lockstep_scheduler.draft import Draft, RankDraft, draft_prefill, remainder
 from lockstep_scheduler.eplb import Rebalancer
 from lockstep_scheduler.ledger import Ledger
 from lockstep_scheduler.lifecycle import Lifecycle
 from lockstep_scheduler.pace import Pace
-from lockstep_scheduler.plan import Limits, RankDraft, RankState
 from lockstep_scheduler.polls import Alone, Ballot, Polls
+from lockstep_scheduler.ranks import Limits, RankState, new_rank
 from lockstep_scheduler.request import Choice, End, Phase, Request, Slots
 from lockstep_scheduler.settings import Group, Settings
 from lockstep_scheduler.stats import Stats
@@ -77,7 +78,7 @@ class InFlight:
 class Cast:
     """This shard's ballot in the open round."""
 
-    draft: plan.Draft | None
+    draft: Draft | None
     at: float
     behind: bool  # a plan was running when it was cast
 
@@ -279,7 +280,7 @@ class StepLoop:
             self.stats.resyncs += 1
         self._dispatch(header, cast)
 
-    def _draft(self) -> plan.Draft | None:
+    def _draft(self) -> Draft | None:
         """What could be prefilled; None between vote points, where nobody asks (a shard without the rules always answers)."""
         running = any(len(plan.decodable(rank, self.slots)) for rank in self.ranks)
         at = self._position
@@ -287,7 +288,7 @@ class StepLoop:
             return None
         if not self.waiting and not any(rank.prefilling for rank in self.ranks):
             return None
-        return plan.draft_prefill(self.ranks, self.waiting, self.limits, self._clock.now())
+        return draft_prefill(self.ranks, self.waiting, self.limits, self._clock.now())
 
     def _dispatch(self, header: Header, cast: Cast) -> None:
         now, notice = self._clock.now(), self.pace.notice(header)
@@ -311,11 +312,11 @@ class StepLoop:
         if self.experts:
             self.experts.sent(header, now)
 
-    def _prefill(self, header: Header, draft: plan.Draft | None, now: float) -> list[tuple[Body, plan.Slot]]:
+    def _prefill(self, header: Header, draft: Draft | None, now: float) -> list[tuple[Body, plan.Slot]]:
         """Each rank's body, of what is still there of its draft, and the slots that it lists."""
         drafts = [RankDraft() for _ in self.ranks] if draft is None else draft.ranks
         if not self._alone:
-            drafts = [plan.remainder(mine) for mine in drafts]
+            drafts = [remainder(mine) for mine in drafts]
         sent = {"seq": header.seq, "term": self.group.term, "ack": self._ledger.acked}  # type: ignore[union-attr]
         budget = header.micro_chunks[0]
         plans = [
@@ -349,9 +350,10 @@ class StepLoop:
             max_model_len=group.max_model_len,
             max_window=settings.max_window,
             watermark=settings.watermark,
+            attention_span=settings.attention_span,
         )
         self.ranks: list[RankState] = [
-            plan.new_rank(
+            new_rank(
                 i,
                 kv.num_blocks,
                 kv.block_size,

@@ -1,6 +1,6 @@
 """What the next plan holds: admission, chunked prefill, block growth, preemption. Pure: no clock, no I/O, no logging.
 
-A plan is made in two moves. `draft_prefill` says, without changing anything, what each rank would prefill; from it and from
+A plan is made in two moves. `draft.draft_prefill` says, without changing anything, what each rank would prefill; from it and from
 the running rows come the votes. When the header is agreed, `commit_prefill` or `commit_decode` changes the rank's state and
 returns its body.
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -28,165 +28,13 @@ from lockstep_common.steps import (
     PrefillPass,
     TableWrite,
 )
-from lockstep_scheduler import placement
-from lockstep_scheduler.blocks import BlockPool, chain
+from lockstep_scheduler.blocks import chain
+from lockstep_scheduler.draft import Draft, RankDraft, Standing
+from lockstep_scheduler.ranks import Limits, RankState, Waiting
 from lockstep_scheduler.request import Choice, Phase, Slots
 from lockstep_scheduler.vote import Vote
 
 Slot = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What bounds a plan. Tokens per rank and plan, rows per rank, the share of blocks above which nobody is admitted."""
-
-    max_rows: int
-    max_batched_tokens: int
-    max_model_len: int
-    max_window: int
-    watermark: float = 0.95
-    max_passed_over: int = 64
-    max_passed_seconds: float = 2.0
-
-
-class Waiting:
-    """The one queue of a shard: groups of choices that are admitted together, by priority and age.
-
-    A fresh request waits as all its choices (the others join after the first one's prompt); a preempted choice alone.
-    """
-
-    def __init__(self) -> None:
-        self.pushed = 0  # groups that have ever been queued
-        self._items: list[tuple[tuple[int, int, int], list[Choice]]] = []
-        self._choices = 0
-
-    def push(self, choices: list[Choice]) -> None:
-        assert all(c.phase is Phase.WAITING for c in choices)
-        heapq.heappush(self._items, (choices[0].order, choices))
-        self.pushed += 1
-        self._choices += len(choices)
-
-    def discard(self, choice: Choice) -> None:
-        """Takes a choice out (it ended); the rest of its group goes on waiting."""
-        for position, (_, group) in enumerate(self._items):
-            if choice in group:
-                self._choices -= len(group)
-                group.remove(choice)
-                del self._items[position]
-                heapq.heapify(self._items)
-                if group:
-                    self.push(group)
-                return
-
-    def remove(self, groups: Iterable[list[Choice]]) -> None:
-        gone = {id(group) for group in groups}
-        if gone:
-            self._items = [item for item in self._items if id(item[1]) not in gone]
-            heapq.heapify(self._items)
-            self._choices = sum(len(group) for _, group in self._items)
-
-    def ordered(self) -> Iterable[list[Choice]]:
-        """Groups from the first to the last, lazily: the head of a long queue costs little."""
-        heap = list(self._items)
-        while heap:
-            yield heapq.heappop(heap)[1]
-
-    def __len__(self) -> int:
-        return self._choices
-
-    def __bool__(self) -> bool:
-        return bool(self._items)
-
-    @property
-    def groups(self) -> int:
-        return len(self._items)
-
-
-@dataclass(slots=True, eq=False)
-class RankState:
-    """One DP rank as the scheduler knows it."""
-
-    index: int
-    pool: BlockPool
-    free_rows: list[int]  # a heap: the lowest number first, the same on every replay
-    prefix_caching: bool = True  # else blocks have no keys, so that none is shared between requests
-    generated_reusable: bool = (
-        True  # else only blocks of prompt tokens alone are shared: generated ones have other bits
-    )
-    prefilling: list[Choice] = field(default_factory=list)  # unfinished chunks and joining choices, oldest first
-    decoding: list[int] = field(default_factory=list)  # slots
-    departed: list[int] = field(default_factory=list)  # rows given back since the last plan: its removes
-    closing: list[Choice] = field(default_factory=list)
-    held: bool = False  # after a preemption nobody is admitted until a row ends: no going round in circles
-
-    @property
-    def rows_in_use(self) -> int:
-        return len(self.prefilling) + len(self.decoding)
-
-
-def new_rank(
-    index: int,
-    num_blocks: int,
-    block_size: int,
-    max_rows: int,
-    prefix_caching: bool = True,
-    generated_reusable: bool = True,
-) -> RankState:
-    pool = BlockPool(num_blocks, block_size)
-    return RankState(index, pool, list(range(max_rows)), prefix_caching, generated_reusable)
-
-
-@dataclass(slots=True)
-class RankDraft:
-    """What a rank would prefill in the next plan."""
-
-    chunks: list[tuple[Choice, int]] = field(default_factory=list)  # (choice in prefill, tokens)
-    admits: list[list[Choice]] = field(default_factory=list)  # groups from the queue
-    tokens: int = 0
-    rows: int = 0  # rows that the admissions take
-    blocks: int = 0  # blocks that the admissions take from what is available
-
-    @property
-    def wanted(self) -> bool:
-        return bool(self.chunks or self.admits)
-
-
-@dataclass(slots=True)
-class Draft:
-    ranks: list[RankDraft]
-    passed: list[Choice]  # heads of groups that others are admitted before
-
-
-def draft_prefill(ranks: Sequence[RankState], waiting: Waiting, limits: Limits, now: float) -> Draft:
-    """Unfinished chunks first, oldest first; then the queue in order, each group on the rank where it costs least.
-
-    Changes nothing. A group that fits nowhere is passed over within the bounds of `limits`.
-    """
-    draft = Draft([RankDraft() for _ in ranks], [])
-    for rank, mine in zip(ranks, draft.ranks, strict=True):
-        for choice in rank.prefilling:
-            if choice.joins is not None and choice.joins.phase is Phase.PREFILL:
-                continue
-            count = min(len(choice.tokens) - choice.computed, limits.max_batched_tokens - mine.tokens)
-            if count > 0:
-                mine.chunks.append((choice, count))
-                mine.tokens += count
-    passed: list[Choice] = []
-    for group in waiting.ordered():
-        if all(
-            d.tokens >= limits.max_batched_tokens or not _row_left(r, d)
-            for r, d in zip(ranks, draft.ranks, strict=True)
-        ):
-            break
-        chosen = placement.choose([_candidate(r, d, group, limits) for r, d in zip(ranks, draft.ranks, strict=True)])
-        if chosen is None:
-            if _barrier(group[0], limits, now) or len(passed) >= limits.max_passed_over:
-                break
-            passed.append(group[0])
-            continue
-        _add_to_draft(ranks[chosen], draft.ranks[chosen], group, limits)
-        draft.passed = list(passed)
-    return draft
 
 
 def votes(
@@ -223,15 +71,6 @@ def decodable(rank: RankState, slots: Slots) -> Slot:
     return mine[slots.planned[mine] < slots.limit[mine]] if len(mine) else mine
 
 
-def remainder(draft: RankDraft) -> RankDraft:
-    """What is left of a draft whose vote took time: requests may have ended since. Nothing is added, so that the rank keeps
-    within what it voted for; what came meanwhile is for the next plan."""
-    return RankDraft(
-        chunks=[(choice, count) for choice, count in draft.chunks if choice.phase is Phase.PREFILL],
-        admits=[group for group in draft.admits if group],
-    )
-
-
 def commit_prefill(
     rank: RankState,
     draft: RankDraft,
@@ -249,17 +88,19 @@ def commit_prefill(
     zeroes: list[int] = []
     copies: list[tuple[int, int]] = []
     chunks = list(draft.chunks)
-    tokens = sum(count for _, count in chunks)
+    planned = RankDraft(level=draft.level)
+    for choice, count in chunks:
+        planned.take(choice.computed, count, limits)
     waiting.remove(draft.admits)
     for group in draft.admits:
-        if not _fits(rank, group, limits, RankDraft(), _hits(rank, group[0])):
+        standing = Standing([rank], limits)
+        if not standing.fits(group, standing.needed(group, [rank.hits(group[0])]))[0]:
             waiting.push(group)  # an admission before it took what it would have shared
             continue
         zeroes += _admit(rank, group)
-        count = min(len(group[0].tokens) - group[0].computed, budget - tokens)
-        if count > 0:
-            chunks.append((group[0], count))
-            tokens += count
+        count = min(len(group[0].tokens) - group[0].computed, budget - planned.tokens)
+        if got := planned.take(group[0].computed, count, limits):
+            chunks.append((group[0], got))
     listed = []
     for choice, _ in chunks:
         if choice.slot < 0:
@@ -376,12 +217,22 @@ def preempt(rank: RankState, victim: Choice, slots: Slots) -> list[Choice]:
     return group
 
 
+def preempt_all(rank: RankState, slots: Slots) -> list[Choice]:
+    """`preempt` for all that run on the rank."""
+    running = [slots.choice[slot] for slot in rank.decoding] + list(rank.prefilling)
+    victims: list[Choice] = []
+    for choice in running:
+        if choice is not None and choice.phase in (Phase.PREFILL, Phase.DECODE):
+            victims += preempt(rank, choice, slots)
+    return victims
+
+
 def publish(rank: RankState, choice: Choice, slots: Slots, upto: int) -> None:
     """Offers the keys of the blocks that the choice's tokens fill, up to position `upto`, to the pool."""
     if not rank.prefix_caching:
         return
     size = rank.pool.block_size
-    full, done = shareable(rank, choice, upto), int(slots.published[choice.slot])
+    full, done = rank.shareable(choice, upto), int(slots.published[choice.slot])
     if full <= done:
         return
     if len(choice.keys) < full:
@@ -391,11 +242,6 @@ def publish(rank: RankState, choice: Choice, slots: Slots, upto: int) -> None:
     for i in range(done, full):
         rank.pool.publish(choice.blocks[i], choice.keys[i])
     slots.published[choice.slot] = full
-
-
-def shareable(rank: RankState, choice: Choice, upto: int) -> int:
-    """How many leading blocks of the choice's tokens before position `upto` other choices may have too."""
-    return (upto if rank.generated_reusable else min(upto, choice.prompt_len)) // rank.pool.block_size
 
 
 def check(ranks: Sequence[RankState], slots: Slots, limits: Limits) -> None:
@@ -422,77 +268,11 @@ def check(ranks: Sequence[RankState], slots: Slots, limits: Limits) -> None:
 # -- helpers ----------------------------------------------------------------------------------------------------------
 
 
-def _row_left(rank: RankState, draft: RankDraft) -> bool:
-    return len(rank.free_rows) > draft.rows
-
-
-def _candidate(rank: RankState, draft: RankDraft, group: list[Choice], limits: Limits) -> placement.Candidate:
-    first = group[0]
-    room = draft.tokens < limits.max_batched_tokens and _row_left(rank, draft)
-    hits = _hits(rank, first) if room else []
-    return placement.Candidate(
-        rank=rank.index,
-        fits=room and _fits(rank, group, limits, draft, hits),
-        uncached_tokens=len(first.tokens) - len(hits) * rank.pool.block_size,
-        rows=rank.rows_in_use + draft.rows,
-        planned_tokens=draft.tokens,
-    )
-
-
-def _fits(rank: RankState, group: list[Choice], limits: Limits, draft: RankDraft, hits: list[int]) -> bool:
-    """Rows for all choices, blocks for the whole prompt and a window's lookahead, and the watermark (which does not hold
-    an empty rank back). `hits`: what the rank's cache has of the group's prompt."""
-    if len(rank.free_rows) - draft.rows < len(group):
-        return False
-    busy = rank.rows_in_use + draft.rows > 0
-    if busy and rank.held:
-        return False
-    if busy and rank.pool.owned + draft.blocks > limits.watermark * rank.pool.total:
-        return False
-    return _blocks_needed(rank, group, limits, hits) + draft.blocks <= rank.pool.available
-
-
-def _blocks_needed(rank: RankState, group: list[Choice], limits: Limits, hits: list[int]) -> int:
-    """Blocks that admission takes from what is available: new ones, and cached ones that come back into use."""
-    size, first = rank.pool.block_size, group[0]
-    length = len(first.tokens)
-    most = min(length + limits.max_window, first.request.limit)
-    return -(-most // size) - len(hits) + rank.pool.revived(hits) + (len(group) - 1)
-
-
-def _first_chunk(rank: RankState, group: list[Choice], budget: int) -> tuple[int, int]:
-    """(blocks found in the cache, tokens of the first chunk) of an admission with so many tokens left."""
-    first, size = group[0], rank.pool.block_size
-    hits = len(_hits(rank, first))
-    return hits, min(len(first.tokens) - hits * size, budget)
-
-
-def _hits(rank: RankState, choice: Choice) -> list[int]:
-    """Known blocks of the longest beginning of the choice's tokens; the last token is always computed, and all that are
-    to be scored."""
-    if choice.request.scores_due:
-        return []
-    return rank.pool.lookup(choice.keys, shareable(rank, choice, len(choice.tokens) - 1))
-
-
-def _barrier(choice: Choice, limits: Limits, now: float) -> bool:
-    request = choice.request
-    return request.passed_over >= limits.max_passed_over or now - request.passed_since > limits.max_passed_seconds
-
-
-def _add_to_draft(rank: RankState, draft: RankDraft, group: list[Choice], limits: Limits) -> None:
-    _, count = _first_chunk(rank, group, limits.max_batched_tokens - draft.tokens)
-    draft.blocks += _blocks_needed(rank, group, limits, _hits(rank, group[0]))
-    draft.tokens += count
-    draft.rows += len(group)
-    draft.admits.append(group)
-
-
 def _admit(rank: RankState, group: list[Choice]) -> list[int]:
     """Reserves rows for all choices and blocks for the whole prompt; returns the new blocks that must be zeroed."""
     size, first = rank.pool.block_size, group[0]
     length = len(first.tokens)
-    hits = _hits(rank, first)
+    hits = rank.hits(first)
     rank.pool.share(hits)
     new = rank.pool.take(-(-length // size) - len(hits))
     first.blocks = hits + new

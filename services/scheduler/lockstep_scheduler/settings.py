@@ -21,6 +21,7 @@ class Settings:
     b: int = 0
     watermark: float = 0.95
     max_prefill_tokens_per_point: int = 0
+    attention_span: int = 4096
     prefix_caching: bool = True
     worker_timeout: float = 60.0
     grace: float = 10.0

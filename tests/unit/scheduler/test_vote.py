@@ -1,4 +1,4 @@
-"""The truth table of the vote, and the choice of a rank."""
+"""The truth table of the vote."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep_common.steps import Kind
-from lockstep_scheduler.placement import Candidate, choose
 from lockstep_scheduler.vote import Point, Position, Rules, Vote, agree, bucket, point, rules_for
 
 
@@ -91,13 +90,3 @@ def test_buckets_cover_and_grow() -> None:
     sizes = [bucket(n) for n in range(1025)]
     assert all(b >= n for n, b in enumerate(sizes)) and sizes == sorted(sizes)
     assert len(set(sizes)) < 45
-
-
-def test_placement_prefers_a_cached_prefix_unless_the_rank_is_much_busier() -> None:
-    cached = Candidate(0, True, uncached_tokens=100, rows=3, planned_tokens=0)
-    idle = Candidate(1, True, uncached_tokens=600, rows=0, planned_tokens=0)
-    assert choose([cached, idle]) == 0
-    assert choose([Candidate(0, True, 100, 12, 0), idle]) == 1
-    assert choose([Candidate(0, False, 0, 0, 0), idle]) == 1
-    assert choose([Candidate(0, False, 0, 0, 0)]) is None
-    assert choose([Candidate(1, True, 5, 0, 0), Candidate(0, True, 5, 0, 0)]) == 0

@@ -24,6 +24,7 @@ SWEPT = {  # name: the flag that it replaces
     "max-tokens": "max_num_batched_tokens",
     "rate": "rate",
     "concurrency": "concurrency",
+    "span": "attention_span",
     "dp": "dp",
 }
 BRIEF = (
@@ -72,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prefill-attempt-interval", type=int, default=0, help="A, in steps")
     add("--prefill-any-attempt-interval", type=int, default=0, help="B, in steps")
     add("--max-prefill-tokens-per-point", type=int, default=0)
+    add("--attention-span", type=int, default=0, help="as the scheduler's (default: its default)")
     add("--no-prefix-caching", action="store_true")
     add(
         "--sweep", action="append", default=[], metavar="NAME=V,...", help=f"{', '.join(SWEPT)}; two of them: all pairs"
@@ -135,6 +137,7 @@ def prepared(args: argparse.Namespace) -> tuple[Case, Sequence[traces.Asked]]:
             "a": args.prefill_attempt_interval,
             "b": args.prefill_any_attempt_interval,
             "max_prefill_tokens_per_point": args.max_prefill_tokens_per_point,
+            **({"attention_span": args.attention_span} if args.attention_span else {}),
             "prefix_caching": not args.no_prefix_caching and base.get("prefix_caching", True),
         }
     )

@@ -108,6 +108,7 @@ class SchedulerSession:
         load = self._load
         return GroupView(
             ready=self.connected and load.ready and not load.draining and self._facts is not None,
+            reforming=load.reforming,
             running=load.running,
             waiting=load.waiting,
             max_running=load.max_running,
@@ -419,6 +420,7 @@ def _read_load(message: common_pb2.Load) -> Load:
         preemptions=message.preemptions,
         overrun_row_steps=message.overrun_row_steps,
         durable=message.durable,
+        reforming=message.reforming,
     )
 
 

@@ -48,6 +48,7 @@ class Load:
     preemptions: int = 0
     overrun_row_steps: int = 0
     durable: bool = False
+    reforming: bool = False
 
 
 @dataclass(frozen=True, slots=True)

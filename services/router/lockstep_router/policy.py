@@ -15,6 +15,7 @@ class GroupView:
     """One group as placement sees it: its last snapshot, and what was sent to it that the snapshot cannot know yet."""
 
     ready: bool
+    reforming: bool = False  # it has lost a worker: a request would wait for a new one
     running: int = 0
     waiting: int = 0
     max_running: int = 1
@@ -39,16 +40,16 @@ class GroupView:
         return (self.running + self.waiting + self.sent_choices) / max(self.max_running, 1)
 
     @property
-    def cost(self) -> tuple[bool, int, float]:
-        return self.crowded, self.grade, max(self.rows, self.kv_usage)
+    def cost(self) -> tuple[bool, bool, int, float]:
+        return self.reforming, self.crowded, self.grade, max(self.rows, self.kv_usage)
 
 
 def choose(groups: Sequence[GroupView], *, rotation: int) -> int | None:
     """Index of the group for the next request; None if no group is ready.
 
-    Law: among the ready groups, one with the least cost, which is (crowded, grade of waiting work, share of rows or KV
-    in use). Of several equal ones the first at or after index `rotation % len(groups)`, cyclically, so that a caller
-    who counts `rotation` up spreads equal requests evenly even before the first snapshot shows them.
+    Law: among the ready groups, one with the least cost, which is (forms again, crowded, grade of waiting work, share of rows
+    or KV in use). Of several equal ones the first at or after index `rotation % len(groups)`, cyclically, so that a
+    caller who counts `rotation` up spreads equal requests evenly even before the first snapshot shows them.
     """
     count = len(groups)
     best: int | None = None

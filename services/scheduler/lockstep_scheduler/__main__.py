@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import uvloop
@@ -72,6 +73,9 @@ async def serve(settings: SchedulerConfig) -> None:
         ledger.restart()
         if loop.group is not None:
             ledger.term = loop.group.term
+        told()
+
+    def told() -> None:
         service.group_changed()
         background.append(asyncio.ensure_future(health.ready(loop.ready)))
 
@@ -83,7 +87,7 @@ async def serve(settings: SchedulerConfig) -> None:
     background: list[asyncio.Future[None]] = []
     tasks = [
         asyncio.create_task(group.run()),
-        asyncio.create_task(tick(loop, group)),
+        asyncio.create_task(tick(loop, group, told)),
         asyncio.create_task(service.publish_load()),
     ]
     if redis:
@@ -128,6 +132,7 @@ def loop_settings(settings: SchedulerConfig) -> Settings:
         attention_span=settings.attention_span,
         prefix_caching=settings.enable_prefix_caching,
         worker_timeout=settings.worker_timeout,
+        reform_timeout=settings.reform_timeout,
         grace=settings.session_grace,
         eplb=EplbPolicy(
             enabled=settings.enable_eplb,
@@ -144,18 +149,21 @@ def loop_settings(settings: SchedulerConfig) -> Settings:
     )
 
 
-async def tick(loop: StepLoop, group: GroupSupervisor | Follower) -> None:
+async def tick(loop: StepLoop, group: GroupSupervisor | Follower, told: Callable[[], None]) -> None:
     while True:
         await asyncio.sleep(TICK_SECONDS)
+        ready = loop.ready
         if error := loop.tick():
             group.lose(error)
+        if loop.ready != ready:
+            told()
 
 
 async def register(ledger: RedisLedger, loop: StepLoop, address: str, model: str) -> None:
-    """Keeps this scheduler in the registry while its group is formed."""
+    """Keeps this scheduler in the registry while its group is formed, or forms again."""
     while True:
-        if loop.group is not None:
-            await ledger.register(address, model or loop.group.facts.model)
+        if loop.known is not None:
+            await ledger.register(address, model or loop.known.facts.model)
             await asyncio.sleep(REGISTRY_REFRESH_SECONDS)
         else:
             await asyncio.sleep(0.1)

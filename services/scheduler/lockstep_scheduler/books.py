@@ -61,6 +61,13 @@ class Books:
                 self._requests.waiting.push([choice])
         rank.closing = still
 
+    def abandon(self, rank: RankState, seq: int) -> None:
+        """The group is lost, and plan `seq` was the last: all that ran on the rank waits again, with what is booked."""
+        for choice in plan.preempt_all(rank, self._slots):
+            if choice.phase is Phase.WAITING:
+                self._requests.waiting.push([choice])
+        self.settle(rank, seq)
+
     def requeue(self, victims: list[Choice]) -> None:
         """Preempted choices wait again; those with a slot as soon as they are settled."""
         self._stats.preemptions += len(victims)

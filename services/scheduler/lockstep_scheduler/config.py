@@ -72,6 +72,9 @@ class SchedulerConfig:
     dbo_prefill_token_threshold: int = setting(512, "prompt tokens of the largest rank from which on prefill steps are")
     worker_timeout: float = setting(60.0, "seconds without an outcome after which a worker is given up")
     load_timeout: float = setting(1800.0, "seconds that a worker may take to load its model")
+    reform_timeout: float = setting(
+        60.0, "seconds that requests wait for a group that has lost a worker to form again; then they end"
+    )
     session_grace: float = setting(10.0, "seconds that requests outlive the session of their router")
     redis_url: str = setting("none", "Redis for the ledger and the registry, or none", metavar="URL")
     ledger_ttl: int = setting(600, "seconds that a finished request's record stays in Redis")

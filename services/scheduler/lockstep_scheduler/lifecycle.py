@@ -11,7 +11,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from lockstep_common.clock import Clock
-from lockstep_common.errors import Cancelled, DeadlineExceeded, InvalidRequest, LockstepError, RequestLost
+from lockstep_common.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    LockstepError,
+    RequestLost,
+    Unavailable,
+)
 from lockstep_common.steps import U32, Sampling
 from lockstep_scheduler import plan
 from lockstep_scheduler.admission import total_tokens
@@ -47,19 +54,20 @@ class Lifecycle:
         self._arrivals = 0
 
     def enter(self, group: Group, limits: Limits, ranks: Sequence[RankState], slots: Slots) -> None:
-        """A group has formed, with empty caches; what waits waits for it."""
+        """A group has formed, with empty caches; what waits waits for it. What it has no room for ends."""
         self._group, self._limits, self._ranks, self._slots = group, limits, ranks, slots
-        for request in self._requests.values():
-            if not request.done:
+        for request in list(self._requests.values()):
+            if request.done:
+                continue
+            if total_tokens(request.prompt, request.sampling, limits) < request.limit:
+                error = f"the group has formed again with room for {limits.max_model_len} tokens, and {request.limit} were asked for"
+                self.end(request, End.ERROR, Unavailable(error))
+            else:
                 self._root(request)
 
-    def leave(self, error: LockstepError) -> None:
-        """The group is lost: every request with progress ends with `error`."""
+    def end_all(self, error: LockstepError) -> None:
         for request in list(self._requests.values()):
-            if any(
-                c.phase not in (Phase.WAITING, Phase.ENDED) or len(c.tokens) > c.prompt_len for c in request.choices
-            ):
-                self.end(request, End.ERROR, error)
+            self.end(request, End.ERROR, error)
 
     # -- what routers ask for ---------------------------------------------------------------------------------------------
 

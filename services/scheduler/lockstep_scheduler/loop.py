@@ -83,6 +83,15 @@ class Cast:
     behind: bool  # a plan was running when it was cast
 
 
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A group that is no more, and forms again if it can."""
+
+    group: Group
+    error: LockstepError
+    until: float
+
+
 class StepLoop:
     def __init__(
         self,
@@ -101,6 +110,7 @@ class StepLoop:
         self.find, self.resume, self.orphan = self.requests.find, self.requests.resume, self.requests.orphan
         self.submit = self.requests.submit  # the caller calls `advance` when it has submitted all that it holds
         self.group: Group | None = None
+        self._lost: Lost | None = None
         self.draining = False
         self._clock = clock
         self._ledger = ledger
@@ -338,11 +348,11 @@ class StepLoop:
     # -- the group ------------------------------------------------------------------------------------------------------
 
     def start(self, group: Group, workers: Workers, polls: Polls | None = None) -> None:
-        """A group has formed under a new epoch: empty caches, counters at 0. What waits is planned at once. `workers` are those
-        of the group's `ranks`, which this shard drives; `polls` is where it votes."""
+        """A group has formed under a new epoch: empty caches, counters at 0. What waits is planned at once, and what ran in the
+        epoch before goes on. `workers` are those of the group's `ranks`, which this shard drives; `polls` is where it votes."""
         kv = group.facts.groups[0]
         settings = self.settings
-        self.group, self.workers, self._polls = group, workers, polls or Alone()
+        self.group, self.workers, self._polls, self._lost = group, workers, polls or Alone(), None
         self._alone = len(group.ranks) == group.dp
         self.limits = Limits(
             max_rows=group.max_rows,
@@ -390,27 +400,48 @@ class StepLoop:
         return Rebalancer(group.facts, group.dp * group.cp, group.dp, self.settings.eplb)
 
     def stop(self, error: LockstepError) -> None:
-        """The group is lost: every request with progress ends with `error`; those that only wait go on waiting."""
+        """The group is lost. Requests wait, with the tokens that are booked, for it to form again; if it has not within
+        `reform_timeout`, they end with an error that says why."""
         if self.group is None:
             return
-        self.requests.leave(error)
         for rank in self.ranks:
-            self._books.settle(rank, self._position.seq - 1)
+            self._books.abandon(rank, self._position.seq - 1)
+        self._lost = Lost(self.group, error, self._clock.now() + self.settings.reform_timeout)
         self.group = self._cast = None
 
     @property
+    def known(self) -> Group | None:
+        """The group that is formed, or that was and forms again."""
+        return self.group or (self._lost.group if self._lost else None)
+
+    @property
     def ready(self) -> bool:
-        return self.group is not None and not self.draining
+        """Whether requests are taken: a group that forms again will run them."""
+        return self.known is not None and not self.draining
+
+    @property
+    def reforming(self) -> bool:
+        return self._lost is not None
+
+    def _give_up(self) -> None:
+        """Ends everything when a lost group has had its time to form again."""
+        lost, timeout = self._lost, self.settings.reform_timeout
+        if lost is None or self._clock.now() < lost.until:
+            return
+        self._lost = None
+        self.requests.end_all(
+            Unavailable(f"{lost.error.message}; the group has not formed again within {timeout:.0f} s")
+        )
 
     # -- requests -------------------------------------------------------------------------------------------------------
 
     def check(self, prompt: U32, sampling: Sampling, n: int, adapter: str = "") -> None:
         """Raises what `submit` would refuse the request with; changes nothing but the count of what was refused."""
-        if self.group is None:
-            raise Unavailable("the engine group is not formed yet; try again", retry_after_ms=1000)
+        if (known := self.known) is None:
+            raise Unavailable("the engine group is not formed; try again", retry_after_ms=1000)
         if self.draining:
             raise Unavailable("the scheduler is shutting down; try another one", retry_after_ms=1000)
-        vocab_size, pool = self.group.facts.vocab_size, self.ranks[0].pool
+        vocab_size, pool = known.facts.vocab_size, self.ranks[0].pool
         admission.check_possible(prompt, sampling, n, adapter, vocab_size=vocab_size, limits=self.limits, pool=pool)
         try:
             admission.check_room(len(self.waiting), n, self.settings.max_waiting)
@@ -441,6 +472,7 @@ class StepLoop:
         """What time alone brings about; call it a few times a second. Returns an error if the workers are silent too long."""
         self.requests.expire()
         if self.group is None:
+            self._give_up()
             return None
         if not self._inflight:
             for rank in self.ranks:

@@ -23,7 +23,10 @@ class LoopCollector(Collector):
             "lockstep_running_choices": ("Choices that own a row", loop.running),
             "lockstep_waiting_choices": ("Choices that wait for a row", len(loop.waiting)),
             "lockstep_kv_usage_ratio": ("Owned KV blocks of the fullest rank", loop.kv_usage),
-            "lockstep_group_ready": ("1 while the engine group is formed and takes requests", float(loop.ready)),
+            "lockstep_group_ready": (
+                "1 while the engine group is formed and takes requests",
+                float(loop.group is not None and not loop.draining),
+            ),
             "lockstep_step_seconds": ("Mean duration of a decode step", loop.pace.step),
             "lockstep_lead_steps": (
                 "Steps before a window's end at which the next plan is composed",

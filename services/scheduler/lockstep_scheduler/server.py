@@ -251,6 +251,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             step=loop.step,
             silence_ms=int(1000 * loop.silence),
             ready=loop.ready,
+            reforming=loop.reforming,
             draining=loop.draining,
             max_running=loop.group.max_rows * len(loop.group.ranks) if loop.group else 0,
             generation_tokens=stats.generation_tokens,

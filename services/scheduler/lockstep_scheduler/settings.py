@@ -24,6 +24,7 @@ class Settings:
     attention_span: int = 4096
     prefix_caching: bool = True
     worker_timeout: float = 60.0
+    reform_timeout: float = 60.0
     grace: float = 10.0
     eplb: EplbPolicy = field(default_factory=EplbPolicy)
     dual: DualBatch | None = None

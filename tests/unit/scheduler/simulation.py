@@ -160,6 +160,14 @@ class Simulation:
             polls = None if places == 1 else FarPolls(self, shard) if shard else self.coordinator
             loop.start(group, ShardWorkers(self, shard), polls)
 
+    def lose(self, error: LockstepError) -> None:
+        """The workers are gone, with what they have not reported."""
+        for loop in self.loops:
+            loop.stop(error)
+        for box in (*self._queues, *self._unsent, *self.up, *self.down):
+            box.clear()
+        self._running = [None] * len(self.engines)
+
     # -- the shards to each other
 
     def _tell(self, shard: int, number: int, header: Header | None, waited: float) -> None:

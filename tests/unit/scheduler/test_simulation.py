@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lockstep_common.errors import ContextLengthExceeded, InvalidRequest, LockstepError, Overloaded
+from lockstep_common.errors import ContextLengthExceeded, InvalidRequest, LockstepError, Overloaded, Unavailable
 from lockstep_common.steps import Kind
 from lockstep_scheduler.request import End
 from tests.scripted_worker import Script
@@ -34,11 +34,15 @@ def test_one_request() -> None:
     num_blocks=st.sampled_from([34, 40, 64]),
     window=st.sampled_from([1, 2, 8]),
     a=st.sampled_from([1, 2, 4]),
+    losses=st.sampled_from([0.0, 0.0, 0.1, 0.4]),
 )
-@example(seed=400, dp=1, num_blocks=34, window=1, a=1)  # the only decoding row is the youngest, and there is no block
-@settings(max_examples=60, deadline=None)
-def test_random_arrivals(seed: int, dp: int, num_blocks: int, window: int, a: int) -> None:
-    """Arrivals, sizes, stops, cancels, stop strings, n, priorities at random; small pools force preemption."""
+@example(
+    seed=400, dp=1, num_blocks=34, window=1, a=1, losses=0.0
+)  # the only decoding row is the youngest, and there is no block
+@settings(max_examples=80, deadline=None)
+def test_random_arrivals(seed: int, dp: int, num_blocks: int, window: int, a: int, losses: float) -> None:
+    """Arrivals, sizes, stops, cancels, stop strings, n, priorities at random; small pools force preemption, and the group may be
+    lost at any moment, with requests that come and go before it has formed again."""
     choose = random.Random(seed)
     sim = Simulation(
         dp=dp,
@@ -51,9 +55,15 @@ def test_random_arrivals(seed: int, dp: int, num_blocks: int, window: int, a: in
         generated_reusable=bool(seed % 2),
     )
     kept, cut = [], []
+    epoch = 1
     for _ in range(choose.randint(1, 14)):
+        if sim.loop.group is None and choose.random() < 0.5:
+            epoch += 1
+            sim.form(epoch)
         for _ in range(choose.randint(0, 12)):
             sim.turn()
+        if choose.random() < losses:
+            sim.lose(LockstepError("worker 0 is gone"))
         request = sim.submit(
             prompt(choose.randint(1, 60), choose.randint(1, 3)),
             n=choose.choice([1, 1, 1, 2, 3]),
@@ -74,6 +84,8 @@ def test_random_arrivals(seed: int, dp: int, num_blocks: int, window: int, a: in
             else:
                 for choice in victim.choices:
                     sim.loop.finish(victim, choice.index, sim.loop._generated(choice))
+    if sim.loop.group is None:
+        sim.form(epoch + 1)
     sim.run()
     sim.check_answers(kept)
     for request in cut:
@@ -378,17 +390,73 @@ def test_silent_workers_are_named() -> None:
     assert error is not None and "dp rank" in error.message and "plan 1" in error.message
 
 
-def test_losing_the_group_ends_what_had_progress_and_keeps_what_waits() -> None:
-    sim = Simulation(max_rows=1)
+def test_a_lost_group_costs_no_request() -> None:
+    sim = Simulation(max_rows=1, reform_timeout=5.0)
     running, queued = sim.submit(prompt(4), max_tokens=50), sim.submit(prompt(5), max_tokens=5)
     for _ in range(6):
         sim.turn()
-    sim.loop.stop(LockstepError("worker 0 is gone"))
-    assert sim.got(running).end is End.ERROR and sim.got(running).error == "worker 0 is gone"
-    assert sim.got(queued).ends == 0
+    had = list(sim.got(running).tokens)
+    assert had
+    sim.lose(LockstepError("worker 0 is gone"))
+    assert sim.loop.ready and sim.loop.reforming and sim.loop.running == 0
+    later = sim.submit(prompt(6), max_tokens=5)
+    sim.clock.advance(4.9)
+    assert sim.loop.tick() is None
+    sim.form(2)
+    assert not sim.loop.reforming
+    sim.run()
+    sim.check_answers([running, queued, later])
+    assert sim.got(running).tokens[: len(had)] == had
+    assert sim.loop.stats.preemptions == 0
+
+
+def test_a_group_that_does_not_form_again_ends_its_requests_with_the_reason() -> None:
+    sim = Simulation(max_rows=1, reform_timeout=5.0)
+    requests = [sim.submit(prompt(4), max_tokens=50), sim.submit(prompt(5), max_tokens=5)]
+    for _ in range(6):
+        sim.turn()
+    sim.lose(LockstepError("worker 0 is gone"))
+    sim.clock.advance(5.0)
+    assert sim.loop.tick() is None
+    for request in requests:
+        assert sim.got(request).ends == 1 and sim.got(request).end is End.ERROR
+        assert sim.got(request).error == "worker 0 is gone; the group has not formed again within 5 s"
+    assert not sim.loop.ready and not sim.loop.reforming
+    with pytest.raises(Unavailable):
+        sim.submit(prompt(4))
+    sim.form(2)
+    last = sim.submit(prompt(4))
+    sim.run()
+    sim.check_answers([last])
+
+
+def test_scores_of_a_prompt_are_told_once_though_the_group_is_lost_in_its_middle() -> None:
+    alone = Simulation(num_blocks=100)
+    reference = alone.submit(prompt(60), max_tokens=3, prompt_logprobs=1)
+    alone.run()
+    sim = Simulation(num_blocks=100)
+    request = sim.submit(prompt(60), max_tokens=3, prompt_logprobs=1)
+    sim.turn()
+    assert 0 < request.scored < 59
+    sim.lose(LockstepError("worker 0 is gone"))
     sim.form(2)
     sim.run()
-    sim.check_answers([queued])
+    sim.check_answers([request])
+    got, want = sim.scores[request.handle], alone.scores[reference.handle]
+    assert got.logprobs.tolist() == want.logprobs.tolist() and len(got.logprobs) == 59
+
+
+def test_what_a_group_has_no_room_for_when_it_forms_again_ends() -> None:
+    sim = Simulation(num_blocks=64)
+    large, small = sim.submit(prompt(4), max_tokens=100), sim.submit(prompt(4, 2), max_tokens=10)
+    for _ in range(6):
+        sim.turn()
+    sim.lose(LockstepError("worker 0 is gone"))
+    sim._context = 64
+    sim.form(2)
+    assert sim.got(large).end is End.ERROR and "room for 64 tokens, and 104 were asked for" in sim.got(large).error
+    sim.run()
+    sim.check_answers([small])
 
 
 def test_a_broken_session_is_resumed_from_its_offset() -> None:

@@ -314,4 +314,5 @@ def write_facts(facts: WorkerFacts) -> worker_pb2.WorkerFacts:
         dp=facts.dp,
         cp=facts.cp,
         rank=facts.rank,
+        kept_epoch=facts.kept_epoch,
     )

@@ -277,6 +277,7 @@ class WorkerFacts:
     dp: int = 1  # the place in a group that it was started for
     cp: int = 1
     rank: int = 0
+    kept_epoch: int = 0  # whose plans were the last to write to the KV cache that it has; 0: the cache is empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +299,7 @@ class GroupConfig:
     max_window: int
     num_blocks: int
     peers: tuple[str, ...] = ()
+    capture_by_use: bool = False  # serve at once: decode steps are captured when their sizes have been used for a while
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,6 +102,7 @@ class WorkerClient:
             max_window=config.max_window,
             num_blocks=config.num_blocks,
             peers=config.peers,
+            capture_by_use=config.capture_by_use,
         )
         try:
             reply = await self._stub.Configure(request, metadata=self._metadata, timeout=timeout)
@@ -422,4 +423,5 @@ def read_facts(message: worker_pb2.WorkerFacts) -> WorkerFacts:
         dp=message.dp,
         cp=message.cp,
         rank=message.rank,
+        kept_epoch=message.kept_epoch,
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 
 RING_STEPS: Final = 256  # steps whose words the ring holds; far more than two plans of the longest window
 CAPTURED: Final = (Variant.GREEDY, Variant.SHAPED)
+EAGER_PLANS: Final = 4  # of one size, before its steps are captured by use: about as long as it takes to capture them
 
 Replay = Callable[[], None]
 
@@ -64,6 +66,7 @@ class DecodeGraphs:
         self._listed = np.zeros(0, np.int64)
         self._replays: dict[tuple[int, Variant, bool], Replay] = {}  # by rows, sampling, and whether in two halves
         self._revision = -1
+        self._uses: Counter[tuple[int, bool]] | None = None  # plans of a size, while steps are captured by use
         self.pool: Any = None  # of memory that all graphs share
 
     def capture(self) -> None:
@@ -85,6 +88,21 @@ class DecodeGraphs:
             time.perf_counter() - started,
             (_reserved(self._rows.device) - before) / 2**30,
         )
+
+    def wait_for_use(self) -> None:
+        """Instead of `capture`: nothing is captured until `used` says so."""
+        self._uses, self._revision = Counter(), self._rows.sampling.revision
+
+    def used(self, size: int, *, dual: bool) -> bool:
+        """Whether the steps of a plan of this size are replayed; to be asked once a plan. With `wait_for_use` the first
+        EAGER_PLANS of a size are not, and then they are captured. Nothing counts but the sizes of plans: all workers of a group
+        come to the same answer, and capture together."""
+        if self._uses is not None:
+            self._uses[size, dual] += 1
+            if self._uses[size, dual] <= EAGER_PLANS:
+                return False
+            self.make_ready(size, dual=dual)
+        return True
 
     def size(self, rows: int) -> int:
         """The bucket for so many rows; a group's bucket may be rounded up beyond the rows that there are."""

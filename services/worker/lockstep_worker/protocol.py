@@ -76,7 +76,10 @@ class Engine(Protocol):
         ...
 
     def configure(self, group: GroupConfig) -> WorkerFacts:
-        """Joins a group: forgets all rows, agrees with the others, warms up. Conflict if the configs differ."""
+        """Joins a group: forgets all rows, agrees with the others, warms up. Conflict if the configs differ.
+
+        If the place and the blocks are those that it had, the KV cache stays as the plans of `kept_epoch` have left it.
+        """
         ...
 
     def run(self, plan: Plan) -> Iterator[StepResult]:

@@ -241,6 +241,10 @@ class Rows:
         for write in body.table_writes:
             self._write_table(write)
 
+    def clear(self) -> None:
+        """Removes all rows."""
+        self.apply(Body(0, 0, removes=np.flatnonzero(self.states != FREE).astype(np.uint32)))
+
     def listed(self, listed: U32) -> I64:
         """Those of the listed rows that are not known to have ended."""
         states = self.states[listed]

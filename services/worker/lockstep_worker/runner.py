@@ -152,6 +152,9 @@ class Runner:
         self._dual = False  # passes are computed as two halves
         self._graphs: DecodeGraphs | None = None
         self._prefill_graphs: PrefillGraphs | None = None
+        self._cache_of: tuple[Place, int] | None = None  # place and number of blocks that the KV cache was made for
+        self._written = 0  # epoch of the last plan that ran over it
+        self._sizes: tuple[int, ...] = ()  # of rows, contexts and prompts that all else was made for
         self._nothing = _InFlight(torch.zeros(0, dtype=torch.int64), np.zeros(0, np.int64), None)
 
     def load(self, progress: Callable[[float, str], None]) -> WorkerFacts:
@@ -180,19 +183,37 @@ class Runner:
             debug=self._debug_collectives,
         )
         self._lag = 0 if loaded.mark is None or group.cp > 1 else _LAG  # CP ranks must learn of ends at the same step
-        with torch.inference_mode():
-            loaded.model.join(self._group)
-            self._allocate(group)
-        self._warm_up(min(group.max_batched_tokens, group.max_model_len))
+        cache, before = (self._group.place, self._group.num_blocks), self._sizes
+        self._sizes = (group.max_rows, group.max_model_len, group.max_batched_tokens)
+        if self._sizes == before and cache == self._cache_of and not self._group.coupled:
+            self._rows.clear()  # what it has captured knows of no other worker
+        else:
+            self._join(group, cache)
         if loaded.model.experts is not None:
             with torch.inference_mode():
                 loaded.model.experts.forget_loads()
         return self._facts(self._group.num_blocks)
 
+    def _join(self, group: GroupConfig, cache: tuple[Place, int]) -> None:
+        """Makes what a group of this shape needs. The KV cache of a worker that had the same `cache` (see `_cache_of`) stays, and
+        nothing here writes to its blocks; all workers warm up, as a new one among them needs everybody for that."""
+        self._sizes, sizes = (), self._sizes
+        with torch.inference_mode():
+            self._loaded.model.join(self._group)
+            self._graphs = self._prefill_graphs = None  # and their memory
+            if self._cache_of not in (None, cache):
+                del self._kv
+                self._cache_of, self._written = None, 0
+            self._allocate(group)
+        self._cache_of = cache
+        self._warm_up(min(group.max_batched_tokens, group.max_model_len))
+        self._sizes = sizes
+
     def run(self, plan: Plan) -> Iterator[StepResult]:
         """Applies a plan and runs it; up to `lag` steps stay in flight at its end."""
         with torch.inference_mode():  # halves the cost of a small operation
             self._group.begin(plan.header.seq, collectives.PROLOGUE)
+            self._written = plan.header.epoch or self._written  # warm-up belongs to none
             if (experts := self._loaded.model.experts) is not None:
                 experts.begin(plan.header)
             self._apply(plan.body)
@@ -202,7 +223,9 @@ class Runner:
                 variant = self._variant(plan.body.rows)
                 if self._group.coupled and graphs.stale:  # a capture takes all workers, and only this one's tables grew
                     variant = Variant.EAGER
-                if self._dual:
+                if self._group.coupled and not graphs.used(graphs.size(plan.header.row_bucket), dual=self._dual):
+                    variant = Variant.EAGER
+                elif self._dual:
                     graphs.make_ready(graphs.size(plan.header.row_bucket), dual=True)
             if graphs is not None and variant is not Variant.EAGER:
                 yield from self._replay(plan, graphs, variant)
@@ -237,6 +260,7 @@ class Runner:
         """Leaves the group, if there is one. Its steps in flight are forgotten."""
         group, self._group = self._group, Group()
         self._in_flight.clear()
+        self._scores, self._expert_rows = None, 0  # of a step that was cut
         if group.aborted and self._loaded.device.type == "cuda":
             torch.cuda.synchronize()  # what was queued ends before its communicators do
         group.close()
@@ -427,8 +451,10 @@ class Runner:
     def _allocate(self, group: GroupConfig) -> None:
         loaded = self._loaded
         specs = loaded.model.kv_specs()
-        self._graphs = self._prefill_graphs = None  # and their memory
-        self._kv = KvCache(specs, num_blocks=self._group.num_blocks, block_size=loaded.block_size, device=loaded.device)
+        if self._cache_of is None:
+            self._kv = KvCache(
+                specs, num_blocks=self._group.num_blocks, block_size=loaded.block_size, device=loaded.device
+            )
         self._rows = Rows(
             group.max_rows,
             group.max_model_len,
@@ -446,7 +472,10 @@ class Runner:
             self._graphs = DecodeGraphs(
                 loaded.model, self._kv, self._rows, self._group, max_model_len=group.max_model_len
             )
-            self._graphs.capture()
+            if group.capture_by_use:
+                self._graphs.wait_for_use()
+            else:
+                self._graphs.capture()
             if loaded.model.captures_prefill and not self._group.coupled:
                 self._prefill_graphs = PrefillGraphs(
                     loaded.model,
@@ -517,6 +546,7 @@ class Runner:
             dp=loaded.place.dp,
             cp=loaded.place.cp,
             rank=loaded.place.rank,
+            kept_epoch=self._written,
         )
 
 

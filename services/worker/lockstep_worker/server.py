@@ -400,6 +400,7 @@ def _group_config(message: worker_pb2.ConfigureRequest) -> GroupConfig:
         max_window=message.max_window,
         num_blocks=message.num_blocks,
         peers=tuple(message.peers),
+        capture_by_use=message.capture_by_use,
     )
 
 

@@ -15,9 +15,12 @@ from lockstep_common.errors import Conflict, LockstepError
 from lockstep_common.steps import Body, Flag, GroupConfig, Header, Kind, Plan, Sampling, TopLogprobs
 from lockstep_worker.collectives import CollectiveId, Group, Place
 from lockstep_worker.collectives.record import DEVICE
+from lockstep_worker.graphs import CAPTURED, EAGER_PLANS
 from lockstep_worker.protocol import StepResult
 from lockstep_worker.runner import NOT_FINITE, select_words
+from lockstep_worker.sampling import Variant
 from tests.unit.worker.toy import (
+    BLOCK,
     BLOCKS,
     MAX_LEN,
     ROWS,
@@ -247,6 +250,58 @@ def test_configure_refuses_more_than_the_worker_was_started_for() -> None:
         runner.configure(GroupConfig(2, 1, 0, 0, 0, 1, 1, "", 0, ROWS + 1, MAX_LEN, 32, 8, 0))
     facts = runner.configure(GroupConfig(2, 1, 0, 0, 0, 1, 1, "", 0, ROWS, MAX_LEN, 32, 8, 20))
     assert facts.groups[0].num_blocks == 20 and facts.vocab_size == VOCAB
+
+
+@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize("rows", [ROWS, ROWS - 1], ids=["the same sizes", "fewer rows"])
+def test_a_worker_that_joins_again_keeps_its_cache_and_rows_go_on_from_their_blocks(mode: Mode, rows: int) -> None:
+    choice = Choice(tuple(range(1, 10)), limit=40)
+    expected = solo(ToyModel(), replace(choice, output=[])).output
+    model = ToyModel()
+    runner = make_runner(model, mode=mode)
+    driver = PlanDriver(runner, epoch=3)
+    driver.add({1: choice})
+    driver.decode()
+    choice = driver.remove(1)
+    before, captured = runner._kv.layer(0, 0).clone(), runner._graphs
+    facts = runner.configure(GroupConfig(4, 1, 0, 0, 0, 1, 1, "", 0, rows, MAX_LEN, 32, 8, BLOCKS))
+    assert facts.kept_epoch == 3
+    assert torch.equal(runner._kv.layer(0, 0)[1:], before[1:]), "joining wrote to a block"
+    assert (runner._graphs is captured) == (rows == ROWS or captured is None)
+    model.passes.clear()
+    again, computed = PlanDriver(runner, epoch=4), (len(choice.tokens) - 1) // BLOCK * BLOCK
+    rest = len(choice.tokens) - computed
+    again.add({1: choice}, computed=computed)
+    assert rest < BLOCK and (mode is Mode.REPLAYED or model.passes[0] == (Kind.PREFILL, rest))
+    again.finish()
+    assert choice.output == expected and choice.end == Flag.LENGTH
+    assert runner.configure(GroupConfig(5, 1, 0, 0, 0, 1, 1, "", 0, rows, MAX_LEN, 32, 8, BLOCKS)).kept_epoch == 4
+
+
+def test_a_group_that_forms_again_serves_at_once_and_captures_steps_when_their_size_has_been_used() -> None:
+    """Plans count, not rows: a rank without a row captures with the others."""
+    expected = solo(ToyModel(), Choice((1, 2, 3), limit=40)).output
+    for idle in (False, True):
+        runner = make_runner(ToyModel(), mode=Mode.REPLAYED, capture_by_use=True)
+        runner._group = Group(Place(2, 1))
+        driver, graphs = PlanDriver(runner, window=4), runner._graphs
+        assert graphs is not None and (ROWS, Variant.GREEDY, False) not in graphs._replays
+        before = graphs._steps  # of warming up, alone
+        driver.add({0: Choice((1, 2, 3), limit=40)})
+        for plans in range(1, EAGER_PLANS + 3):
+            driver.decode([] if idle else None)
+            assert graphs._steps - before == 4 * max(0, plans - EAGER_PLANS)
+        driver.settle()
+        assert {(ROWS, variant, False) for variant in CAPTURED} <= graphs._replays.keys()
+        output = driver.rows[0].output
+        assert output == expected[: len(output)] and len(output) == (1 if idle else 1 + 4 * (EAGER_PLANS + 2))
+
+
+def test_another_number_of_blocks_is_another_cache() -> None:
+    runner = make_runner(ToyModel())
+    PlanDriver(runner).add({0: Choice((1, 2, 3), limit=9)})
+    facts = runner.configure(GroupConfig(2, 1, 0, 0, 0, 1, 1, "", 0, ROWS, MAX_LEN, 32, 8, BLOCKS - 1))
+    assert facts.kept_epoch == 0 and not runner._kv.layer(0, 0).any()
 
 
 def test_select_words_keeps_logprobs_and_top_with_their_words() -> None:

@@ -131,7 +131,9 @@ class Mode(enum.Enum):
     REPLAYED = "decode windows as on CUDA, each step called instead of replayed"
 
 
-def make_runner(model: ToyModel, *, mode: Mode = Mode.NOW, max_rows: int = ROWS) -> Runner:
+def make_runner(
+    model: ToyModel, *, mode: Mode = Mode.NOW, max_rows: int = ROWS, capture_by_use: bool = False
+) -> Runner:
     """A configured runner."""
     marks: dict[Mode, Callable[[], Mark]] = {Mode.LATE: InstantMark, Mode.REPLAYED: SecondLookMark}
     loaded = Loaded(
@@ -150,7 +152,9 @@ def make_runner(model: ToyModel, *, mode: Mode = Mode.NOW, max_rows: int = ROWS)
     )
     runner = Runner(lambda progress: loaded)
     runner.load(lambda share, message: None)
-    runner.configure(GroupConfig(1, 1, 0, 0, 0, 1, 1, "", 0, max_rows, MAX_LEN, 32, 8, BLOCKS))
+    runner.configure(
+        GroupConfig(1, 1, 0, 0, 0, 1, 1, "", 0, max_rows, MAX_LEN, 32, 8, BLOCKS, capture_by_use=capture_by_use)
+    )
     model.passes.clear()
     return runner
 
@@ -178,9 +182,12 @@ class Choice:
 class PlanDriver:
     """Feeds a runner plans the way a scheduler does: each row has blocks of its own, appended as needed."""
 
-    def __init__(self, runner: Runner, *, window: int = 4, block: int = BLOCK, dual: bool = False) -> None:
+    def __init__(
+        self, runner: Runner, *, window: int = 4, block: int = BLOCK, dual: bool = False, epoch: int = 1
+    ) -> None:
         """block: tokens of a block, as the scheduler counts them; dual: plans ask for two halves."""
         self.runner = runner
+        self.epoch = epoch
         self.dual = dual
         self.window = window
         self.block = block
@@ -190,8 +197,8 @@ class PlanDriver:
         self._seq = 0
         self._removes: list[int] = []
 
-    def add(self, choices: dict[int, Choice], *, chunk: int = 1000) -> None:
-        """Adds rows and prefills them, in passes of at most `chunk` tokens a row."""
+    def add(self, choices: dict[int, Choice], *, chunk: int = 1000, computed: int = 0) -> None:
+        """Adds rows and prefills them, in passes of at most `chunk` tokens a row. The row's blocks have the first `computed`."""
         adds = []
         for row, choice in choices.items():
             choice.fresh = True
@@ -204,7 +211,7 @@ class PlanDriver:
                     choice=choice.choice,
                     prompt_len=len(choice.prompt),
                     tokens=u32(choice.tokens),
-                    computed=0,
+                    computed=computed,
                     blocks=(u32(self.blocks_of(row, 0, count)),),
                     sampling=choice.sampling,
                     limit=choice.limit or MAX_LEN,
@@ -213,7 +220,7 @@ class PlanDriver:
         self.rows.update(choices)
         longest = max(len(choice.tokens) for choice in choices.values())
         passes = []
-        for start in range(0, longest, chunk):
+        for start in range(computed, longest, chunk):
             chunks = [
                 (r, start, min(chunk, len(c.tokens) - start)) for r, c in choices.items() if len(c.tokens) > start
             ]
@@ -262,7 +269,7 @@ class PlanDriver:
 
     def _plan(self, kind: Kind, k: int, body: Body, micro: tuple[int, ...] = ()) -> Plan:
         self._seq += 1
-        header = Header(1, self._seq, kind, 0, k, row_bucket=ROWS, micro_chunks=micro, dual_batch=self.dual)
+        header = Header(self.epoch, self._seq, kind, 0, k, row_bucket=ROWS, micro_chunks=micro, dual_batch=self.dual)
         return Plan(header, body)
 
     def _book(self, results: Iterable[StepResult]) -> None:

@@ -562,7 +562,8 @@ class StepLoop:
             self.rules = Rules(settings.a, settings.b or 4 * settings.a, settings.max_window, settings.dual)
         else:
             interval = settings.vote_interval or VOTE_INTERVALS.get(self.group.facts.device, VOTE_INTERVAL)
-            self.rules = replace(rules_for(self.pace.step, interval, settings.max_window), dual=settings.dual)
+            rules = rules_for(self.pace.step, interval, settings.max_window, self.group.dp)
+            self.rules = replace(rules, dual=settings.dual)
 
     def _table(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         table = np.full(self.limits.max_rows, -1, np.int64)

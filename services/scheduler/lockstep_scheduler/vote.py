@@ -93,14 +93,21 @@ def point(step: int, rules: Rules) -> Point:
     return Point.ALL if step % rules.a == 0 else Point.NONE
 
 
-def rules_for(step_seconds: float, interval_seconds: float, max_window: int) -> Rules:
-    """Intervals by time: A is the largest power of two of steps within the interval, B is 4 A.
+def rules_for(step_seconds: float, interval_seconds: float, max_window: int, dp: int = 1) -> Rules:
+    """Intervals by time: A is the largest power of two of steps within the interval, but at least `least_interval(dp)` and at most
+    1024; B is 4 A.
 
     Powers of two nest, so that a changed step time moves no vote point further away than the new A.
     """
     steps = max(1, int(interval_seconds / step_seconds)) if step_seconds > 0 else 1
-    a = 1 << min(steps.bit_length() - 1, 10)
+    a = max(least_interval(dp), 1 << min(steps.bit_length() - 1, 10))
     return Rules(a=a, b=4 * a, max_window=max_window)
+
+
+def least_interval(dp: int) -> int:
+    """The smallest A by time, for steps longer than the interval. Where several ranks step together a prompt of one of them costs
+    all others a pass, so decode gets two steps between ALL points and eight between ANY points; a rank alone votes each step."""
+    return 1 if dp == 1 else 2
 
 
 def agree(position: Position, rules: Rules, votes: Sequence[Vote]) -> Header:

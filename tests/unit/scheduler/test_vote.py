@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep_common.steps import Kind
-from lockstep_scheduler.vote import Point, Position, Rules, Vote, agree, bucket, point, rules_for
+from lockstep_scheduler.vote import Point, Position, Rules, Vote, agree, bucket, least_interval, point, rules_for
 
 
 def ballot(rank: int, want: bool, running: int = 1, max_k: int = 100, chunk: int = 7) -> Vote:
@@ -75,9 +75,20 @@ def test_intervals_by_time_nest() -> None:
     assert rules_for(0.025, 0.040, 16) == Rules(1, 4, 16)
     assert rules_for(0.005, 0.040, 16) == Rules(8, 32, 16)
     assert rules_for(0.0, 0.040, 16) == Rules(1, 4, 16)
+    assert rules_for(0.3, 0.040, 16, dp=8) == rules_for(0.0, 0.040, 16, dp=8) == Rules(2, 8, 16)
     intervals = [rules_for(ms / 1000, 0.040, 16).a for ms in range(1, 60)]
     assert intervals == sorted(intervals, reverse=True)
     assert all(x % y == 0 for x, y in itertools.pairwise(intervals))
+
+
+@given(st.floats(1e-6, 10), st.floats(1e-6, 10), st.floats(1e-3, 1), st.integers(1, 64))
+def test_intervals_by_time_keep_their_bounds(step: float, longer: float, interval: float, dp: int) -> None:
+    rules = rules_for(step, interval, 16, dp)
+    least = least_interval(dp)
+    assert rules.b == 4 * rules.a and rules.a & (rules.a - 1) == 0 and least <= rules.a <= 1024
+    assert rules.a == least or rules.a * step <= interval, "running rows let others wait for longer than they must"
+    assert rules.a == 1024 or 2 * rules.a * step * 1.000001 > interval, "prompts come in more often than they should"
+    assert rules_for(step + longer, interval, 16, dp).a <= rules.a
 
 
 @pytest.mark.parametrize(("a", "b"), [(2, 2), (2, 3), (0, 4), (4, 2)])

@@ -180,8 +180,12 @@ def choose_sharding(settings: WorkerConfig, dtype: torch.dtype, device: torch.de
     if place.size == 1:
         return WHOLE
     nccl = settings.collectives == "auto"
-    backend = choose_backend(settings.all2all_backend, device, dtype, nccl=nccl, deterministic=deterministic)
-    return Sharding(place.size, place.rank, settings.num_redundant_experts, backend, settings.max_num_batched_tokens)
+    captures = device.type == "cuda" and not settings.enforce_eager
+    backend = choose_backend(
+        settings.all2all_backend, device, dtype, nccl=nccl, deterministic=deterministic, captures=captures
+    )
+    tokens, rows = settings.max_num_batched_tokens, settings.max_num_seqs if captures else 0
+    return Sharding(place.size, place.rank, settings.num_redundant_experts, backend, tokens, rows)
 
 
 def choose_device(name: str) -> torch.device:

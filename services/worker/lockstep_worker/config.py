@@ -64,8 +64,9 @@ class WorkerConfig:
     )
     all2all_backend: str = setting(
         "auto",
-        "how tokens reach experts on other workers; auto: deepep where it is installed and takes the model",
-        choices=("auto", "all_to_all", "deepep"),
+        "how tokens reach experts on other workers; auto: deepep where it is installed and takes the model, else symmetric "
+        "where GPUs can share memory, else all_to_all",
+        choices=("auto", "all_to_all", "symmetric", "deepep"),
     )
     collectives: str = setting(
         "auto",

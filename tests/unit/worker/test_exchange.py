@@ -15,6 +15,7 @@ from lockstep_worker.exchange.all_to_all import AllToAll, bytes_held
 from lockstep_worker.exchange.backends import choose_backend, open_exchange
 from lockstep_worker.exchange.handle import Dispatched, aligned
 from lockstep_worker.exchange.local import Local
+from lockstep_worker.exchange.symmetric import Room
 from lockstep_worker.overlap import last_of
 from tests.ranks import run_ranks
 
@@ -208,11 +209,10 @@ def test_the_sums_of_a_published_example() -> None:
     """Counts 3, 0, 130, 128, 1 with groups of 128."""
     counts = (3, 0, 130, 128, 1)
     ids = torch.cat([torch.full((n, 1), slot) for slot, n in enumerate(counts)]).int()
-    empty = torch.zeros(0, dtype=torch.int32)
 
     def sums(expand: bool) -> list[int]:
-        layout, came = Layout(expand=expand, alignment=128), torch.tensor([len(ids)])
-        return Dispatched(5, 1, 262, layout, ids, ids, empty, came, ids).psum_num_recv_tokens_per_expert.tolist()
+        layout = Layout(expand=expand, alignment=128)
+        return Dispatched(5, 1, 262, layout, ids, ids).psum_num_recv_tokens_per_expert.tolist()
 
     assert sums(expand=True) == [3, 128, 258, 512, 513]
     assert sums(expand=False) == [128, 128, 384, 512, 640]
@@ -336,24 +336,37 @@ def test_a_backend_is_what_was_asked_for_or_an_error_that_says_why(monkeypatch: 
         *,
         nccl: bool = True,
         deterministic: bool = False,
+        captures: bool = True,
     ) -> str:
-        return choose_backend(name, device, dtype, nccl=nccl, deterministic=deterministic)
+        return choose_backend(name, device, dtype, nccl=nccl, deterministic=deterministic, captures=captures)
 
-    assert chosen("auto", cpu) == chosen("all_to_all") == "all_to_all"
+    assert chosen("auto", cpu) == chosen("auto", captures=False) == chosen("auto", nccl=False) == "all_to_all"
+    assert chosen("all_to_all") == "all_to_all" and chosen("symmetric", deterministic=True) == "symmetric"
+    assert chosen("auto") == "auto", "the group finds out whether its workers can share memory"
+    with pytest.raises(ConfigError, match=r"symmetric: it needs CUDA.*; it is for captured steps"):
+        chosen("symmetric", cpu, captures=False)
     with pytest.raises(ConfigError, match=r"deepep: it needs CUDA.*float32.*deep_ep is not installed"):
         chosen("deepep", cpu, torch.float32)
     with pytest.raises(ConfigError, match=r"deepep: it needs a GPU a worker, and NCCL between them"):
         chosen("deepep", nccl=False)
-    with pytest.raises(ConfigError, match="expected one of auto, all_to_all, deepep"):
+    with pytest.raises(ConfigError, match="expected one of auto, all_to_all, symmetric, deepep"):
         chosen("nccl")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "deep_ep" else None)
     assert chosen("auto") == chosen("deepep") == "deepep"
-    assert chosen("auto", dtype=torch.float16) == chosen("auto", deterministic=True) == "all_to_all"
+    assert chosen("auto", dtype=torch.float16) == chosen("auto", deterministic=True) == "auto"
     with pytest.raises(ConfigError, match="an order that depends on where experts are"):
         chosen("deepep", deterministic=True)
-    assert isinstance(open_exchange("all_to_all", Alone(), 4, tokens=1, hidden=1, chosen=1), AllToAll)
+
+    room = Room(1, 4, 1, 1, 1, bf16, apart=False)
+
+    def opened(backend: str) -> Exchange:
+        return open_exchange(backend, Group(), room, cpu, tokens=1, limit_s=1.0)
+
+    assert isinstance(opened("all_to_all"), AllToAll) and isinstance(opened("auto"), AllToAll)
     with pytest.raises(Unsupported, match="no process group"):
-        open_exchange("deepep", Alone(), 4, tokens=1, hidden=1, chosen=1)
+        opened("deepep")
+    with pytest.raises(Unsupported, match=r"symmetric: memory is shared between GPUs that NCCL joins.*use all_to_all"):
+        opened("symmetric")
 
 
 def test_handles_have_the_fields_that_backends_share() -> None:

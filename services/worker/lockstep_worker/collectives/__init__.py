@@ -3,6 +3,7 @@
 from lockstep_worker.collectives.communicator import Alone, Communicator, OverHost
 from lockstep_worker.collectives.groups import ONLY, Group, Membership, Place, form
 from lockstep_worker.collectives.record import PROLOGUE, CollectiveId, Recorder
+from lockstep_worker.collectives.shared_memory import SharedMemory, share_memory
 
 __all__ = [
     "ONLY",
@@ -15,5 +16,7 @@ __all__ = [
     "OverHost",
     "Place",
     "Recorder",
+    "SharedMemory",
     "form",
+    "share_memory",
 ]

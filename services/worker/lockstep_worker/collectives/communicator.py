@@ -299,10 +299,10 @@ class OverNccl(_OverGroup):
         options = ProcessGroupNCCL.Options()
         options._timeout = timeout
         super().__init__(scope, ProcessGroupNCCL(store, rank, size, options), recorder, rank, size)
-        self._store = store
+        self.store = store
 
     def process_group(self) -> Any:
-        group = ProcessGroup(self._store, self.rank, self.size)
+        group = ProcessGroup(self.store, self.rank, self.size)
         group._set_default_backend(ProcessGroup.BackendType.NCCL)
         group._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, self._group)
         return group

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -65,6 +65,22 @@ class Membership:
     num_blocks: int
 
 
+class OnDevice(Protocol):
+    """What waits for other ranks on a device, by itself, as long as a group lasts."""
+
+    def fault(self) -> str:
+        """Which ranks a wait ended without; empty: none."""
+        ...
+
+    def abort(self) -> None:
+        """Ends its waits; from any thread."""
+        ...
+
+    def close(self) -> None:
+        """Gives back its memory, when the group is left."""
+        ...
+
+
 class Group:
     """The other workers, as the runner sees them; without arguments a group of one.
 
@@ -85,6 +101,7 @@ class Group:
         board: Board | None = None,
         peers: tuple[str, ...] = (),
         on_close: Callable[[], None] = lambda: None,
+        timeout_s: float = 60.0,
     ) -> None:
         self.place = place
         self.num_blocks = num_blocks  # agreed: the smallest of all ranks
@@ -96,6 +113,8 @@ class Group:
         self._board = board
         self._peers = peers
         self._on_close = on_close
+        self.timeout_s = timeout_s  # after which waits for others are given up
+        self._on_device: list[OnDevice] = []
         self.aborted = False
 
     @property
@@ -147,19 +166,33 @@ class Group:
             return b""
         return self.control.broadcast("plan", torch.empty(length, dtype=torch.uint8)).numpy().tobytes()
 
+    def attach(self, waiting: OnDevice) -> None:
+        """It belongs to this group from now on."""
+        self._on_device.append(waiting)
+
+    def peer(self, rank: int) -> str:
+        """The name of a rank."""
+        return self._peers[rank] if rank < len(self._peers) else f"rank {rank}"
+
     def abort(self) -> None:
         """Gives the group up: collectives that wait on a device come to an end, with results that mean nothing. From any thread."""
         self.aborted = True
+        for waiting in self._on_device:
+            waiting.abort()
         for communicator in (self.world, self.cp):
             communicator.abort()
 
     def check(self) -> None:
-        """GroupLost if the group was given up."""
+        """GroupLost if the group was given up, or a device has."""
         if self.aborted:
             raise GroupLost("the group was given up")
+        if faults := [fault for waiting in self._on_device if (fault := waiting.fault())]:
+            raise GroupLost("; ".join(faults))
 
     def close(self) -> None:
         self._on_close()
+        for waiting in self._on_device:
+            waiting.close()
         for communicator in (self.world, self.cp, self.control, self.everybody):
             communicator.close()
 
@@ -231,6 +264,7 @@ def form(
         board=board,
         peers=peers,
         on_close=watchdog.stop,
+        timeout_s=timeout_s,
     )
 
 

@@ -8,6 +8,7 @@
 
     Local         one rank: nothing travels
     AllToAll      the workers' own communicator: gloo, or NCCL
+    Symmetric     ranks of one machine write into each other's memory; captured steps, the rest as AllToAll
     DeepEp        DeepEP's kernels, where they are installed
 
 All ranks make the same calls in the same order, those without a token too. The sum of a token's results at one rank is made
@@ -21,10 +22,10 @@ from typing import Protocol
 
 import torch
 
-from lockstep_worker.exchange.handle import DEDUPLICATED, EXPANDED, Handle, Layout
+from lockstep_worker.exchange.handle import DEDUPLICATED, EXPANDED, Dispatched, Handle, Layout, expanded
 from lockstep_worker.overlap import Stages
 
-__all__ = ["DEDUPLICATED", "EXPANDED", "Arrived", "Exchange", "Finish", "Handle", "Layout"]
+__all__ = ["DEDUPLICATED", "EXPANDED", "Arrived", "Exchange", "Finish", "Handle", "Layout", "arrived_as"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,14 @@ class Arrived:
         """int32 [M]: the local slot of each expanded row; alignment 1, so that there are no others."""
         rows = torch.arange(len(self.x), dtype=torch.int32, device=self.x.device)
         return torch.searchsorted(self.handle.psum_num_recv_tokens_per_expert, rows, right=True, out_int32=True)
+
+
+def arrived_as(rows: torch.Tensor, weights: torch.Tensor, handle: Dispatched) -> Arrived:
+    """Rows [N, d] as they came, with weights [N, k], in the layout of the handle."""
+    if not handle.layout.expand:
+        return Arrived(rows, handle.recv_topk_idx, weights, handle)
+    rows, factors = expanded(rows, weights, handle)
+    return Arrived(rows, None, factors, handle)
 
 
 class Finish(Protocol):

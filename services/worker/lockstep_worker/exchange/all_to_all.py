@@ -14,8 +14,8 @@ import torch
 
 from lockstep_kernels.gather_sum import gather_sum
 from lockstep_worker.collectives import Communicator
-from lockstep_worker.exchange import DEDUPLICATED, Arrived, Finish, Handle, Layout
-from lockstep_worker.exchange.handle import Dispatched, Traffic, added, expanded
+from lockstep_worker.exchange import DEDUPLICATED, Arrived, Finish, Handle, Layout, arrived_as
+from lockstep_worker.exchange.handle import Dispatched, Traffic, added, ranks_of
 from lockstep_worker.overlap import Stages
 
 _UNIT: Final = 16  # a row on the way is a multiple of so many bytes
@@ -85,7 +85,7 @@ class AllToAll:
         self, name: str, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, layout: Layout
     ) -> Stages[Arrived]:
         tokens, size = len(ids), self._world.size
-        ranks, token = self._ranks(ids), torch.arange(tokens, device=ids.device)
+        ranks, token = ranks_of(ids, self._local), torch.arange(tokens, device=ids.device)
         sends = torch.zeros(size + 1, tokens, dtype=torch.bool, device=ids.device)
         sends[ranks.T, token] = sends.new_ones(())  # a scalar of the host would make it wait
         sends = sends[:-1]  # without what goes nowhere
@@ -104,9 +104,12 @@ class AllToAll:
         sources = order % max(1, tokens)
         packed = _pack(x[sources], ids[sources], weights[sources], sources)
         coming = self._world.all_to_all_later(f"{name}, rows", packed, sent, received)
-        traffic = Traffic(sources, sent, received, sent_pairs, received_pairs)
         yield
-        return self._arrived(x, ids, coming(), layout, theirs[:, 0], returns, max(brought), traffic)
+        rows, here, factors, arrived = self._unpacked(coming(), x, ids)
+        came = theirs[:, 0].int()
+        traffic = Traffic(sources, arrived, came, returns.int(), sent, received, sent_pairs, received_pairs)
+        handle = Dispatched(self._slots, size, max(brought), layout, ids, here, traffic)
+        return arrived_as(rows, factors, handle)
 
     def _with_capacity(
         self, name: str, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, layout: Layout, capacity: int
@@ -114,43 +117,22 @@ class AllToAll:
         tokens = len(ids)
         if tokens > capacity:
             raise ValueError(f"{name}: {tokens} tokens, but all ranks agreed on at most {capacity}")
-        ranks, token = self._ranks(ids), torch.arange(capacity, device=ids.device)
-        returns = torch.where(ranks < 0, -1, ranks * capacity + token[:tokens, None])
+        token = torch.arange(capacity, dtype=torch.int32, device=ids.device)
         missing, pad = (0, 0, 0, capacity - tokens), torch.nn.functional.pad
         packed = _pack(pad(x, missing), pad(ids, missing, value=-1), pad(weights, missing), token)
         coming = self._world.all_gather_later(f"{name}, rows", packed)
-        came = torch.full((self._world.size,), capacity, device=ids.device)
         yield
-        return self._arrived(x, ids, coming().flatten(0, 1), layout, came, returns, capacity)
+        rows, here, factors, _ = self._unpacked(coming().flatten(0, 1), x, ids)
+        return arrived_as(rows, factors, Dispatched(self._slots, self._world.size, capacity, layout, ids, here))
 
-    def _arrived(
-        self,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        packed: torch.Tensor,
-        layout: Layout,
-        came: torch.Tensor,
-        returns: torch.Tensor,
-        most: int,
-        traffic: Traffic | None = None,
-    ) -> Arrived:
-        """From the packed rows that came; x and ids are what this rank brought."""
+    def _unpacked(
+        self, packed: torch.Tensor, x: torch.Tensor, ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows that came like x [T, d], their local slots like ids [T, k], weights, and tokens' numbers."""
         rows, slots, weights, tokens = _unpack(packed, x.shape[1], ids.shape[1], x.dtype)
         first = self._world.rank * self._local
         here = torch.where((slots < first) | (slots >= first + self._local), -1, slots - first)
-        handle = Dispatched(
-            self._slots, self._world.size, most, layout, ids, here, tokens, came.int(), returns.int(), traffic
-        )
-        if not layout.expand:
-            return Arrived(rows, here, weights, handle)
-        rows, factors = expanded(rows, weights, handle)
-        return Arrived(rows, None, factors, handle)
-
-    def _ranks(self, ids: torch.Tensor) -> torch.Tensor:
-        """int64 [T, k]: the ranks that have at least one of a token's slots, ascending, each once; between them -1."""
-        ranks = ids.long().div(self._local, rounding_mode="floor").sort(1).values
-        ranks[:, 1:].masked_fill_(ranks[:, 1:] == ranks[:, :-1], -1)
-        return ranks
+        return rows, here, weights, tokens
 
 
 def bytes_held(

@@ -68,6 +68,9 @@ class Traffic:
     """What a dispatch with counts sends to each rank and gets from each, known to the host."""
 
     sources: torch.Tensor  # int64 [sum(sent)] tokens in the order they were sent: by rank, ascending
+    arrived: torch.Tensor  # int32 [N] token of the rank it came from
+    came: torch.Tensor  # int32 [R] rows from each rank
+    returns: torch.Tensor  # int32 [T, k], see `Dispatched.returns`
     sent: tuple[int, ...]  # rows
     received: tuple[int, ...]
     sent_pairs: tuple[int, ...]  # of a token and a slot
@@ -76,7 +79,10 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Dispatched:
-    """A handle whose fields follow, when they are asked for, from what came."""
+    """A handle whose fields follow, when they are asked for, from what came.
+
+    Without `traffic` there are rows for num_max_tokens_per_rank tokens of each rank, in their order, whichever have come.
+    """
 
     num_experts: int  # P
     ranks: int
@@ -84,10 +90,7 @@ class Dispatched:
     layout: Layout
     topk_idx: torch.Tensor  # [T, k] physical slots, -1: none
     recv_topk_idx: torch.Tensor  # [N, k] local slots, -1: none
-    recv_src: torch.Tensor  # [N] token of the rank it came from
-    num_recv_tokens_per_rank: torch.Tensor  # [R]
-    returns: torch.Tensor  # [T, k] where a token's parts lie in what comes back, ranks ascending, -1: no more
-    traffic: Traffic | None = None  # None: every token went to every rank
+    traffic: Traffic | None = None
 
     @property
     def do_expand(self) -> bool:
@@ -105,6 +108,31 @@ class Dispatched:
     def num_recv_tokens(self) -> int:
         """N; where the host does not know how many came, the room for them."""
         return self.recv_topk_idx.shape[0]
+
+    @cached_property
+    def recv_src(self) -> torch.Tensor:
+        """[N]: the token of the rank that it came from."""
+        if self.traffic is not None:
+            return self.traffic.arrived
+        rows = torch.arange(self.num_recv_tokens, dtype=torch.int32, device=self.recv_topk_idx.device)
+        return rows.remainder_(max(1, self.num_max_tokens_per_rank))
+
+    @cached_property
+    def num_recv_tokens_per_rank(self) -> torch.Tensor:
+        """[R]"""
+        if self.traffic is not None:
+            return self.traffic.came
+        like = self.recv_topk_idx
+        return torch.full((self.ranks,), self.num_max_tokens_per_rank, dtype=torch.int32, device=like.device)
+
+    @cached_property
+    def returns(self) -> torch.Tensor:
+        """[T, k]: where a token's parts lie in what comes back, ranks ascending, -1: there is none."""
+        if self.traffic is not None:
+            return self.traffic.returns
+        ranks = ranks_of(self.topk_idx, self.num_local_experts)
+        token = torch.arange(len(ranks), device=ranks.device)[:, None]
+        return torch.where(ranks < 0, -1, ranks * self.num_max_tokens_per_rank + token).int()
 
     @cached_property
     def psum_num_recv_tokens_per_scaleup_rank(self) -> torch.Tensor:
@@ -189,6 +217,14 @@ class Dispatched:
         token = rank * self.num_max_tokens_per_rank + self.recv_src
         places = self.slots if self.do_expand else torch.where(self.recv_topk_idx < 0, -1, rows[:, None])
         return torch.cat((torch.stack((token, rows - first), 1), places), 1).int()
+
+
+def ranks_of(ids: torch.Tensor, local: int) -> torch.Tensor:
+    """int64 [T, k]: the ranks of `local` slots each that have at least one of a token's slots ids [T, k], ascending, each once;
+    between them -1."""
+    ranks = ids.long().div(local, rounding_mode="floor").sort(1).values
+    ranks[:, 1:].masked_fill_(ranks[:, 1:] == ranks[:, :-1], -1)
+    return ranks
 
 
 def aligned(counts: torch.Tensor, alignment: int) -> torch.Tensor:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final
 
@@ -25,6 +25,7 @@ from lockstep_worker.exchange.backends import open_exchange
 from lockstep_worker.exchange.local import Local
 from lockstep_worker.exchange.moves import exchange_experts, plan_moves
 from lockstep_worker.exchange.placement import Placement, Sharding
+from lockstep_worker.exchange.symmetric import Room
 from lockstep_worker.overlap import Stages, last_of
 from lockstep_worker.protocol import steps_of
 
@@ -191,15 +192,14 @@ class ShardedLayers:
                 f"of {place.size}: start it with --dp {place.dp} --cp {place.cp} --rank {place.rank}"
             )
         self._exchange.close()
-        weights = self.layers[0].weights
         self._exchange_through(
             open_exchange(
                 mine.backend,
-                group.world,
-                self.slots,
+                group,
+                self._room(mine.max_rows),
+                self.layers[0].gate.arrived.device,
                 tokens=mine.max_tokens,
-                hidden=weights.hidden,
-                chosen=self.layers[0].gate.routing.top_k,
+                limit_s=group.timeout_s,
             )
         )
         self._world = group.world
@@ -210,6 +210,13 @@ class ShardedLayers:
         """What was counted so far does not count."""
         self._loads.zero_()
         self._steps, self._reporting_step = 0, -1
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Passes meanwhile are rehearsals: their tokens are no load."""
+        loads = self._loads.clone()
+        yield
+        self._loads.copy_(loads)
 
     def move(self, number: int, experts: Sequence[int]) -> None:
         """From the next pass on, slot p of layer `number` holds expert experts[p]. All ranks of the group do this together."""
@@ -223,11 +230,12 @@ class ShardedLayers:
         layer.placement.set(slots)
 
     def exchange_bytes(self, tokens: int, *, captured: bool) -> int:
-        """Of device memory, see `all_to_all.bytes_held`; DeepEP's buffers are of that order."""
-        layer = self.layers[0]
-        chosen, weights = layer.gate.routing.top_k, layer.weights
-        ranks, apart = self.sharding.ranks, weights.deterministic
-        return bytes_held(ranks, tokens, weights.hidden, chosen, weights.dtype, captured=captured, apart=apart)
+        """Of device memory, see `all_to_all.bytes_held`; windows that ranks share count if they may be used, and DeepEP's buffers
+        are of that order."""
+        room = self._room(tokens)
+        held = bytes_held(room.ranks, tokens, room.hidden, room.chosen, room.dtype, captured=captured, apart=room.apart)
+        shared = captured and self.sharding.backend in ("auto", "symmetric")
+        return max(held, room.held) if shared else held
 
     def begin(self, header: Header) -> None:
         """Before the steps of a plan: a layer's experts change places, if the header says so."""
@@ -251,6 +259,12 @@ class ShardedLayers:
         steps, self._steps = self._steps, 0
         self._loads.zero_()
         return LoadsOnTheWay(pairs.to("cpu", non_blocking=True), steps)
+
+    def _room(self, rows: int) -> Room:
+        """For captured steps of so many rows."""
+        layer, ranks = self.layers[0], self.sharding.ranks
+        weights, chosen = layer.weights, layer.gate.routing.top_k
+        return Room(ranks, self.slots // ranks, rows, weights.hidden, chosen, weights.dtype, weights.deterministic)
 
     def _restore(self) -> None:
         """Places as they were when the model was loaded; what has moved since is read again, and all of the layers that moved

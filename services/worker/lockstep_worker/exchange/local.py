@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from lockstep_worker.exchange import DEDUPLICATED, Arrived, Finish, Handle, Layout
-from lockstep_worker.exchange.handle import Dispatched, added, expanded
+from lockstep_worker.exchange import DEDUPLICATED, Arrived, Finish, Handle, Layout, arrived_as
+from lockstep_worker.exchange.handle import Dispatched, added
 from lockstep_worker.overlap import Stages
 
 
@@ -30,13 +30,9 @@ class Local:
         layout: Layout = DEDUPLICATED,
     ) -> Stages[Arrived]:
         here = torch.where(ids < 0, ids, ids % self._local)
-        count = torch.tensor([len(ids)], dtype=torch.int32, device=ids.device)
-        tokens = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
-        handle = Dispatched(self._local, 1, len(ids), layout, ids, here, tokens, count, tokens[:, None])
-        if layout.expand:
-            x, weights = expanded(x, weights, handle)
+        arrived = arrived_as(x, weights, Dispatched(self._local, 1, len(ids), layout, here, here))
         yield
-        return Arrived(x, None if layout.expand else here, weights, handle)
+        return arrived
 
     def combine(self, name: str, rows: torch.Tensor, handle: Handle, *, apart: bool = False) -> Finish:
         assert isinstance(handle, Dispatched)

@@ -29,11 +29,12 @@ class Sharding:
     redundant: int = 0  # slots beyond one for each expert
     backend: str = "all_to_all"  # see `lockstep_worker.exchange.backends`
     max_tokens: int = 0  # that a pass brings; of the largest pass
+    max_rows: int = 0  # of the largest captured step; 0: none is captured
 
     @property
     def agreed(self) -> str:
         """What must be equal on all ranks."""
-        return f"{self.ranks}+{self.redundant} by {self.backend}, {self.max_tokens}"
+        return f"{self.ranks}+{self.redundant} by {self.backend}, {self.max_tokens}, {self.max_rows}"
 
     def placement(self, experts: int) -> U32:
         """The expert of each slot before anything is known of loads. ConfigError if slots cannot be shared out equally."""

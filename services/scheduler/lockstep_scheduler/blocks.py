@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from lockstep_common.steps import U32
 
@@ -74,6 +74,11 @@ class BlockPool:
     def available(self) -> int:
         """Blocks that `take` can give."""
         return len(self._free) + len(self._cached)
+
+    @property
+    def known(self) -> Mapping[Key, int]:
+        """The block of each known key: a live view, to ask many pools for one key."""
+        return self._by_key
 
     @property
     def usage(self) -> float:

@@ -73,7 +73,7 @@ def book(outcome: PlanOutcome, slot_of_row: npt.NDArray[np.int64], slots: Slots)
     order = np.argsort(at, kind="stable")  # by slot, steps in order
     order = order[kept[order]]
     at, flags = at[order], flags[order]
-    entries, starts, lengths = np.unique(at, return_index=True, return_counts=True)
+    entries, starts, lengths = _runs(at)
     last = starts + lengths - 1
     final = flags[last] if len(last) else flags
     faulty = (final & _FAULT) != 0
@@ -105,10 +105,20 @@ def book(outcome: PlanOutcome, slot_of_row: npt.NDArray[np.int64], slots: Slots)
     )
 
 
+def _runs(values: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Each value of a sorted array once, where its run begins, and how long that is."""
+    begins = np.ones(len(values), bool)
+    np.not_equal(values[1:], values[:-1], out=begins[1:])
+    starts = np.flatnonzero(begins)
+    lengths = np.full(len(starts), len(values))
+    lengths[:-1] = starts[1:]
+    return values[starts], starts, lengths - starts
+
+
 def events(booked: Booked, slots: Slots, errors: dict[int, LockstepError]) -> list[EventBatch]:
     """One batch for each session that has entries. `errors` is by entry, for entries that ended with END.ERROR."""
     owners = slots.session[booked.slots]
-    sessions = np.unique(owners).tolist()
+    sessions = owners[:1].tolist() if (owners == owners[:1]).all() else np.unique(owners).tolist()
     return [
         _batch(session, booked, np.nonzero(owners == session)[0], slots, errors) for session in sessions if session >= 0
     ]

@@ -6,14 +6,14 @@ Pure, and it changes nothing: from a draft come the votes, and when the header i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep_scheduler import placement
-from lockstep_scheduler.placement import Bools, Floats, affordable, work
+from lockstep_scheduler.placement import Bools, affordable, work
 from lockstep_scheduler.ranks import Limits, RankState, Waiting
 from lockstep_scheduler.request import Choice, Phase
 
@@ -74,15 +74,14 @@ class Standing:
         fits: Bools = (self.rows >= len(group)) & ((self.used == 0) | free) & (needed <= self.available)
         return fits
 
-    def needed(self, group: list[Choice], hits: Sequence[list[int]]) -> Ints:
-        """Blocks that admission takes from what is available, with `hits` of the prompt in each rank's cache: for the whole
+    def needed(self, group: list[Choice], hits: Mapping[int, list[int]]) -> Ints:
+        """Blocks that admission takes from what is available, with `hits` of the prompt in the caches of some ranks: for the whole
         prompt and a window's lookahead new ones, and cached ones that come back into use."""
         first, size = group[0], self._ranks[0].pool.block_size
         most = min(len(first.tokens) + self._limits.max_window, first.request.limit)
         needed = np.full(len(self._ranks), -(-most // size) + len(group) - 1)
-        for at, mine in enumerate(hits):
-            if mine:
-                needed[at] += self._ranks[at].pool.revived(mine) - len(mine)
+        for at, mine in hits.items():
+            needed[at] += self._ranks[at].pool.revived(mine) - len(mine)
         return needed
 
     def admit(self, at: int, group: list[Choice], needed: int) -> None:
@@ -130,6 +129,7 @@ def _admissions(ranks: Sequence[RankState], draft: Draft, waiting: Waiting, limi
     size = ranks[0].pool.block_size
     tokens = np.array([mine.tokens for mine in draft.ranks])
     waits = np.array([_unfinished(rank, span) for rank in ranks])
+    caches = [rank.pool.known for rank in ranks]
     passed: list[Choice] = []
     for group in waiting.ordered():
         room = (tokens < limits.max_batched_tokens) & (standing.rows > 0)
@@ -137,9 +137,12 @@ def _admissions(ranks: Sequence[RankState], draft: Draft, waiting: Waiting, limi
             break
         first = group[0]
         length = len(first.tokens)
-        hits = [rank.hits(first) if free else [] for rank, free in zip(ranks, room.tolist(), strict=True)]
+        known = [at for at, cache in enumerate(caches) if first.keys[0] in cache] if first.keys else []
+        hits = {at: ranks[at].hits(first) for at in known if room[at]}
         needed = standing.needed(group, hits)
-        here = _own_work(length, hits, size, span)
+        here = np.full(len(ranks), work(0, length, span))
+        for at, mine in hits.items():
+            here[at] = work(len(mine) * size, length - len(mine) * size, span)
         cost = here + waits + placement.ROW_COST * standing.used + placement.KV_COST * size * standing.owned
         chosen = placement.choose(room & standing.fits(group, needed), cost)
         if chosen is None:
@@ -147,24 +150,13 @@ def _admissions(ranks: Sequence[RankState], draft: Draft, waiting: Waiting, limi
                 break
             passed.append(first)
             continue
-        start, mine = len(hits[chosen]) * size, draft.ranks[chosen]
-        mine.admits.append(group)
-        mine.take(start, length - start, limits)
+        start, goes_on = len(hits.get(chosen, ())) * size, draft.ranks[chosen]
+        goes_on.admits.append(group)
+        goes_on.take(start, length - start, limits)
         standing.admit(chosen, group, int(needed[chosen]))
-        tokens[chosen] = mine.tokens
+        tokens[chosen] = goes_on.tokens
         waits[chosen] += here[chosen]
         draft.passed = list(passed)
-
-
-def _own_work(length: int, hits: Sequence[list[int]], size: int, span: float) -> Floats:
-    """A prompt's work on each rank, less what its cache has of it."""
-    found = np.zeros(len(hits))
-    for at, mine in enumerate(hits):
-        if mine:
-            found[at] = len(mine) * size
-    count = length - found
-    own: Floats = count + count * (found + (count + 1) / 2) / span
-    return own
 
 
 def _unfinished(rank: RankState, span: float) -> float:

@@ -249,6 +249,7 @@ class StepLoop:
     def _vote(self) -> Header | None:
         """Casts this shard's votes; the header, if it is known at once. While the group sleeps only who has something to say, or
         is called, votes."""
+        self._set_rules()
         draft = self._draft()
         want_k = min(self.rules.a, self.limits.max_window) if self.rules is not None else self.limits.max_window
         first = self.group.ranks.start  # type: ignore[union-attr]
@@ -329,6 +330,7 @@ class StepLoop:
             drafts = [remainder(mine) for mine in drafts]
         sent = {"seq": header.seq, "term": self.group.term, "ack": self._ledger.acked}  # type: ignore[union-attr]
         budget = header.micro_chunks[0]
+        self.waiting.remove(itertools.chain.from_iterable(mine.admits for mine in drafts))
         plans = [
             plan.commit_prefill(rank, mine, self.slots, self.waiting, self.limits, budget, **sent)
             for rank, mine in zip(self.ranks, drafts, strict=True)
@@ -540,7 +542,6 @@ class StepLoop:
                 stats.placeholder_steps += outcome.steps
             if outcome.step_ns and outcome.steps:
                 self.pace.decoded(outcome.step_ns * 1e-9)
-                self._set_rules()
         elif outcome.step_ns:
             self.pace.prefilled(outcome.step_ns * 1e-9, sum(flight.header.micro_chunks))
         if outcome.turnaround_ns:

@@ -83,7 +83,8 @@ def commit_prefill(
     term: int,
     ack: int,
 ) -> tuple[Body, Slot]:
-    """The rank's body of a prefill plan of at most `budget` tokens (the header's), and the slots of the rows it lists."""
+    """The rank's body of a prefill plan of at most `budget` tokens (the header's), and the slots of the rows it lists. The groups
+    that the draft admits have been taken from the queue; what does not fit any more goes back."""
     adds: list[AddRow] = []
     zeroes: list[int] = []
     copies: list[tuple[int, int]] = []
@@ -91,10 +92,9 @@ def commit_prefill(
     planned = RankDraft(level=draft.level)
     for choice, count in chunks:
         planned.take(choice.computed, count, limits)
-    waiting.remove(draft.admits)
     for group in draft.admits:
         standing = Standing([rank], limits)
-        if not standing.fits(group, standing.needed(group, [rank.hits(group[0])]))[0]:
+        if not standing.fits(group, standing.needed(group, {0: rank.hits(group[0])}))[0]:
             waiting.push(group)  # an admission before it took what it would have shared
             continue
         zeroes += _admit(rank, group)

@@ -79,8 +79,9 @@ def test_engines_are_started_timed_and_kept(model: Path, tmp_path: Path) -> None
         assert any(str(e.get("name")).startswith("aten::") for e in events)
 
 
-def test_experts_of_a_decode_step_are_counted(tmp_path: Path) -> None:
-    model = tmp_path / "moe"
+def moe_shape(folder: Path) -> Path:
+    """A directory with the config.json of a small mixture of experts."""
+    model = folder / "moe"
     model.mkdir()
     small = {
         "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -88,12 +89,32 @@ def test_experts_of_a_decode_step_are_counted(tmp_path: Path) -> None:
         "vocab_size": 512, "max_position_embeddings": 512,
     }  # fmt: skip
     (model / "config.json").write_text(json.dumps(shapes.config("qwen3-30b-a3b") | small))
-    out = tmp_path / "out.json"
+    return model
+
+
+def test_experts_of_a_decode_step_are_counted(tmp_path: Path) -> None:
+    model, out = moe_shape(tmp_path), tmp_path / "out.json"
     done = throughput(*dummy(model), "--work", "lone=1x8x8", "--work", "many=8x8x12", "--work", "read=2x8x1", "--experts", "--json", out)  # fmt: skip
     assert done.returncode == 0, done.stderr
     lone, many, read = json.loads(out.read_text())["rows"][1:]
     assert (lone["distinct_experts"], lone["routed_experts"]) == (4.0, 16)
     assert 4 < many["distinct_experts"] <= 16 and "distinct_experts" not in read
+
+
+def test_a_group_that_shares_experts_out_is_started_with_its_options(tmp_path: Path) -> None:
+    model = moe_shape(tmp_path)
+    out = tmp_path / "out.json"
+    done = throughput(
+        *dummy(model), "--dp", "2", "--work", "many=8x8x24", "--enable-eplb", "--num-redundant-experts", "2", "--enable-dbo",
+        "--zipf", "0.3", "--max-window", "4", "--host-time", "--json", out,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    startup, many = json.loads(out.read_text())["rows"]
+    assert startup["dp"] == many["dp"] == 2 and many["out_tok_s"] > 0
+    assert many["options"] == "--enable-eplb --enable-dbo --num-redundant-experts 2 --zipf 0.3"
+    assert many["host_per_step"]["plans"] > 0
+    alone = throughput(*dummy(model), "--work", "many=8x8x12", "--enable-eplb")
+    assert alone.returncode == 1 and "--enable-eplb, --enable-dbo and --num-redundant-experts need --dp" in alone.stderr
 
 
 def test_what_fails_does_not_stop_the_others_and_the_limit_loses_nothing(model: Path, tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ class Load:
     kv_usage: float
     step: int
     ready: bool
+    reforming: bool
     generation_tokens: int
     prompt_tokens: int
     cached_tokens: int
@@ -314,6 +315,7 @@ class SchedulerSession:
             load.kv_usage,
             load.step,
             load.ready,
+            load.reforming,
             load.generation_tokens,
             load.prompt_tokens,
             load.cached_tokens,

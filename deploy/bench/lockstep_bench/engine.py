@@ -21,6 +21,7 @@ _NEVER = (
     1 << 30
 )  # tokens: prompts that wait are all prefilled before anything decodes, as nobody waits for a token here
 _POLL_S, _TELL_S = 0.05, 15.0
+RANK = "{rank}"  # in a value of `Settings.worker_env`
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +120,13 @@ async def running(settings: Settings, log: Callable[[str], None], log_dir: Path 
 
 def _worker(fleet: Fleet, settings: Settings, rank: int, port: int) -> Process:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    env = dict(settings.worker_env)
+    env = {name: value.replace(RANK, str(rank)) for name, value in settings.worker_env.items()}
     if settings.dp > 1:
         env["CUDA_VISIBLE_DEVICES"] = visible[rank] if rank < len(visible) and visible[0] else str(rank)
     return fleet.python(
         f"{settings.name}-worker{rank}", "-m", settings.worker_module, "--port", port, "--model", settings.model,
         "--served-model-name", settings.name, "--load-format", settings.load_format, "--dtype", settings.dtype,
-        *_sizes(settings), *shlex.split(settings.worker_flags), env=env,
+        "--dp", settings.dp, "--rank", rank, *_sizes(settings), *shlex.split(settings.worker_flags), env=env,
     )  # fmt: skip
 
 

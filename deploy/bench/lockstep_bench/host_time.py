@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 
+from lockstep_bench import skew
 from lockstep_worker.profile import LAUNCHED, STARTED, Moment, Timeline
 
 VARIABLE = "LOCKSTEP_BENCH_TIMELINE"
@@ -72,6 +73,7 @@ def main() -> None:
         return kept[-1]
 
     vars(runner)["Timeline"] = keeping
+    skew.apply()
     try:
         worker()
     finally:

@@ -108,7 +108,7 @@ def merged(before: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
     """Rows of earlier runs and of this one; a cell that was measured again has its new row, in the old one's place."""
 
     def cell(row: Row) -> tuple[Any, ...]:
-        return tuple(row.get(name) for name in ("engine", "model", "work", "dp", "dtype", "card"))
+        return tuple(row.get(name) for name in ("engine", "model", "work", "dp", "dtype", "card", "options"))
 
     found = {cell(row): row for row in before}
     found.update({cell(row): row for row in rows})

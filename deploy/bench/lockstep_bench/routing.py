@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep_bench import skew
+
 VARIABLE = "LOCKSTEP_BENCH_ROUTING"
 STEPS = 16  # decode steps are enough: they hold hundreds of layers
 _FIELDS = ("n_routed_experts", "num_experts", "num_local_experts")
@@ -58,6 +60,7 @@ def main() -> None:
         return ids, weights
 
     moe.choose = counted
+    skew.apply()
     try:
         worker()
     finally:

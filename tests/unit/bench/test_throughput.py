@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep_bench import peer, reference, report, results, shapes
+from lockstep_bench import peer, reference, report, results, shapes, skew
 from lockstep_bench.engine import Settings
 from lockstep_bench.results import Results
 from lockstep_bench.throughput import row
@@ -48,10 +48,10 @@ def test_a_row_has_the_median_and_a_lone_request_its_time_per_token() -> None:
 
 def test_recorded_peers_have_a_figure_for_each_cell_with_a_goal() -> None:
     known = reference.load(H200)
-    ours = [{"model": cell["model"], "work": cell["work"]} for cell in known.cells if cell["work"] != reference.STARTUP]
+    ours = [cell for cell in known.cells if cell["work"] != reference.STARTUP]
     rows = [{**r, reference.metric_of(r): 1.0} for r in ours]
     lines = reference.compare(rows, known)
-    assert len(lines) == 16 and all(line["peer"] and line["ratio"] and line["goal"] for line in lines)
+    assert len(lines) == 24 and all(line["peer"] and line["ratio"] and line["goal"] for line in lines)
     assert all(line["against"].startswith("vLLM 0.25.1") for line in lines)
     assert reference.load("some other card") is reference.NOTHING
 
@@ -80,6 +80,26 @@ def test_two_ranks_are_another_cell_than_one() -> None:
     rows = [{"model": "qwen3-30b-a3b", "work": "mixed_512", "dp": dp, "out_tok_s": 17073.4} for dp in (1, 2)]
     one, two = reference.compare(rows, reference.load(H200))
     assert one["peer"] is None and two["ratio"] == 1.0 and two["model"] == "qwen3-30b-a3b x2"
+
+
+def test_rows_with_options_lie_beside_those_without() -> None:
+    plain = {"model": "m", "work": "a", "dp": 2, "out_tok_s": 1.0}
+    moving = plain | {"options": "--enable-eplb --zipf 0.3"}
+    assert results.merged([plain], [moving]) == [plain, moving] and results.merged([moving], [moving]) == [moving]
+    [line] = reference.compare([moving], reference.NOTHING)
+    assert line["model"] == "m x2 --enable-eplb --zipf 0.3"
+
+
+def test_skewed_gates_make_some_experts_busy_and_are_the_same_on_all_workers() -> None:
+    experts, chosen, tokens = 64, 4, 2000
+    assert (skew.scales(experts, 0.0, 1, 2) == 1).all()
+    factors = skew.scales(experts, 0.3, 1, 2)
+    assert np.array_equal(factors, skew.scales(experts, 0.3, 1, 2))
+    assert not np.array_equal(factors, skew.scales(experts, 0.3, 1, 3))
+    logits = np.random.default_rng(0).standard_normal((tokens, experts)) * factors
+    counts = np.bincount(np.argpartition(logits, -chosen, 1)[:, -chosen:].ravel(), minlength=experts)
+    busiest = np.sort(counts)[::-1] / counts.mean()
+    assert busiest[0] > 4 and busiest[: experts // 4].sum() > 0.5 * experts and counts.argmax() == factors.argmax()
 
 
 def test_a_ratio_against_an_untuned_peer_says_so() -> None:

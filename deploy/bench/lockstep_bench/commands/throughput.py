@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lockstep_bench import engine, host_time, peer, routing, shapes
+from lockstep_bench import engine, host_time, peer, routing, shapes, skew
 from lockstep_bench.client import SchedulerSession
 from lockstep_bench.commands import add_output_flags, console, log
 from lockstep_bench.engine import Engine, Settings
@@ -23,7 +23,7 @@ from lockstep_common.errors import ConfigError, LockstepError
 
 _KEPT = (
     "load_format", "dtype", "dp", "max_num_seqs", "max_model_len", "max_num_batched_tokens", "max_window", "worker_flags",
-    "scheduler_flags", "seed",
+    "scheduler_flags", "seed", "enable_eplb", "num_redundant_experts", "enable_dbo", "all2all_backend", "zipf",
 )  # fmt: skip
 
 
@@ -43,6 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-model-len", type=int, default=8192)
     add("--max-num-batched-tokens", type=int, default=16384)
     add("--max-window", type=int, default=16, metavar="K", help="decode steps of a plan")
+    add("--enable-eplb", action="store_true", help="experts move between workers until they are equally busy")
+    add("--num-redundant-experts", type=int, default=0, metavar="N", help="slots of a layer beyond one for each expert")
+    add("--enable-dbo", action="store_true", help="large steps are computed as two halves")
+    add("--all2all-backend", default="auto", metavar="NAME", help="how tokens reach experts on other workers")
+    add(
+        "--zipf", type=float, default=0.0, metavar="S",
+        help="skewed routing: the i-th expert's row of the gate is scaled by i^-S; --seed says which expert is the i-th",
+    )  # fmt: skip
     add("--worker-flags", default="", metavar="STRING", help="more flags for the worker")
     add("--scheduler-flags", default="", metavar="STRING", help="more flags for the scheduler")
     add("--start-timeout-s", type=float, default=900.0)
@@ -73,6 +81,10 @@ def run(args: argparse.Namespace) -> int:
     works = parse(args.work or STANDARD)
     if bool(args.model) == bool(args.scheduler):
         raise ConfigError("give --model (an engine is started for it) or --scheduler (a running one), and not both")
+    if args.dp == 1 and (args.enable_eplb or args.enable_dbo or args.num_redundant_experts):
+        raise ConfigError(
+            "--enable-eplb, --enable-dbo and --num-redundant-experts need --dp: one worker has all experts"
+        )
     if args.scheduler and (args.peer or args.profile):
         raise ConfigError("--peer and --profile need --model: they must know the model and its worker")
     engines = [_settings(args, shapes.resolve(model)) for model in args.model]
@@ -88,7 +100,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _settings(args: argparse.Namespace, model: Path) -> Settings:
+    worker, scheduler = [args.worker_flags], [args.scheduler_flags]
+    if args.dp > 1:
+        worker.append(f"--all2all-backend {args.all2all_backend} --num-redundant-experts {args.num_redundant_experts}")
+    scheduler += [flag for flag, on in (("--enable-eplb", args.enable_eplb), ("--enable-dbo", args.enable_dbo)) if on]
+    skewed = {skew.VARIABLE: f"{args.zipf},{args.seed}"} if args.zipf else {}
     return Settings(
+        worker_module="lockstep_bench.skew" if skewed else "lockstep_worker",
+        worker_env=skewed,
         model=model,
         load_format=args.load_format,
         dtype=args.dtype,
@@ -98,8 +117,8 @@ def _settings(args: argparse.Namespace, model: Path) -> Settings:
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_window=args.max_window,
         start_timeout_s=args.start_timeout_s,
-        worker_flags=args.worker_flags,
-        scheduler_flags=args.scheduler_flags,
+        worker_flags=" ".join(worker),
+        scheduler_flags=" ".join(scheduler),
     )
 
 
@@ -139,7 +158,7 @@ async def _own(args: argparse.Namespace, settings: Settings, works: Sequence[Wor
     log(f"{settings.name}: starting")
     async with engine.running(settings, log, args.log_dir) as started:
         session = started.session
-        row = {"model": session.model, "startup_s": round(started.startup_s, 2)}
+        row = {"model": session.model, "startup_s": round(started.startup_s, 2), **_options(args)}
         results.add(row | session.facts)
         await _cells(args, session, works, results, started)
 
@@ -157,7 +176,7 @@ async def _cells(
     for work in works:
         try:
             before = await started.counters() if started else None
-            row = {"model": session.model, **await bench.measure(work), **session.facts}
+            row = {"model": session.model, **await bench.measure(work), **session.facts, **_options(args)}
             if started and before:
                 row["counters"] = (await started.counters()).since(before)
             results.add(row)
@@ -168,6 +187,15 @@ async def _cells(
     if started and args.profile:  # when nothing is timed any more: a profiler that was on once slows every launch
         for work in works:
             await _profile(args, bench, work, started)
+
+
+def _options(args: argparse.Namespace) -> dict[str, str]:
+    """What makes a row another one than that of the same cell without: in its column `options`."""
+    words = [f"--{name.replace('_', '-')}" for name in ("enable_eplb", "enable_dbo") if getattr(args, name)]
+    for name, plain in (("num_redundant_experts", 0), ("all2all_backend", "auto"), ("zipf", 0.0)):
+        if getattr(args, name) != plain:
+            words.append(f"--{name.replace('_', '-')} {getattr(args, name)}")
+    return {"options": " ".join(words)} if words else {}
 
 
 async def _profile(args: argparse.Namespace, bench: Bench, work: Workload, started: Engine) -> None:
@@ -195,11 +223,11 @@ async def _experts(args: argparse.Namespace, settings: Settings, works: Sequence
         return
     log(f"{settings.name}: counting experts")
     with tempfile.TemporaryDirectory(prefix="lockstep-") as scratch:
-        counts = Path(scratch) / "routing.json"
+        counts = Path(scratch) / "routing-0.json"
         counting = replace(
             settings,
             worker_module="lockstep_bench.routing",
-            worker_env={routing.VARIABLE: str(counts)},
+            worker_env={**settings.worker_env, routing.VARIABLE: f"{scratch}/routing-{engine.RANK}.json"},
             worker_flags=f"{settings.worker_flags} --enforce-eager",
         )
         async with engine.running(counting, log, args.log_dir) as started:
@@ -207,7 +235,7 @@ async def _experts(args: argparse.Namespace, settings: Settings, works: Sequence
             for work in decoding:
                 await bench.seconds(replace(work, output=min(work.output, routing.STEPS)))
         for work in decoding:
-            found = routing.read(counts, min(work.requests, settings.max_num_seqs))
+            found = routing.read(counts, min(-(-work.requests // settings.dp), settings.max_num_seqs))
             results.annotate(settings.name, work.name, "distinct_experts", found)
             results.annotate(settings.name, work.name, "routed_experts", experts)
 
@@ -218,11 +246,11 @@ async def _host_time(args: argparse.Namespace, settings: Settings, works: Sequen
     decoding = [work for work in works if work.output > 1]
     log(f"{settings.name}: host time")
     with tempfile.TemporaryDirectory(prefix="lockstep-") as scratch:
-        moments, spans = Path(scratch) / "moments.json", []
+        moments, spans = Path(scratch) / "moments-0.json", []
         keeping = replace(
             settings,
             worker_module="lockstep_bench.host_time",
-            worker_env={host_time.VARIABLE: str(moments)},
+            worker_env={**settings.worker_env, host_time.VARIABLE: f"{scratch}/moments-{engine.RANK}.json"},
             scheduler_flags=f"--prefill-attempt-interval {settings.max_window} {settings.scheduler_flags}",
         )
         async with engine.running(keeping, log, args.log_dir) as started:

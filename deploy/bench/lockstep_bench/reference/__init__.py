@@ -118,4 +118,5 @@ def _cell(row: Row) -> Cell:
 
 
 def _name(row: Row) -> str:
-    return f"{row['model']} x{row['dp']}" if row.get("dp", 1) > 1 else str(row["model"])
+    name = f"{row['model']} x{row['dp']}" if row.get("dp", 1) > 1 else str(row["model"])
+    return f"{name} {row['options']}" if row.get("options") else name

@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep_bench import shapes
+from lockstep_bench.sim import __main__ as sim_main
 from lockstep_bench.sim import figures, scale, traces
+from lockstep_bench.sim import simulation as simulation_module
 from lockstep_bench.sim.__main__ import main
 from lockstep_bench.sim.costs import CostModel, Layout, Rates, instant
 from lockstep_bench.sim.shape import shape
@@ -266,3 +268,36 @@ def test_the_command_draws(tmp_path: Path) -> None:
 )
 def test_the_command_says_what_is_wrong(flags: list[str]) -> None:
     assert main(["run", "--requests", "2", *flags]) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--dp", "-1"], "--dp"),
+        (["--shard-ranks", "0"], "--shard-ranks"),
+        (["--max-window", "0"], "--max-window"),
+        (["--sweep", "window=0"], "--max-window"),
+        (["--rtt-ms", "-3"], "--rtt-ms"),
+        (["--imbalance", "0.5"], "--imbalance"),
+        (["--prefix-share", "2"], "--prefix-share"),
+        (["--prefill-attempt-interval", "3", "--prefill-any-attempt-interval", "4"], "--prefill-any-attempt-interval"),
+        (["--seconds", "1", "--warm-up", "2"], "--warm-up"),
+        (["--warm-up", "100"], "no request has begun"),
+    ],
+)
+def test_a_flag_that_cannot_be_is_named(flags: list[str], named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(sim_main.errors, "print", lambda line, **_: said.append(line))
+    assert main(["--model", "smollm2-135m", "--requests", "2", *flags]) == 1
+    assert named in said[-1]
+
+
+def test_a_group_of_nobody_is_refused() -> None:
+    assert main(["scale", "--groups", "0x2"]) == 1
+
+
+def test_a_long_run_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulation_module, "PROGRESS_S", 0.0)
+    lines: list[str] = []
+    simulate(case(), [Asked(0.5, 30, 10), Asked(1.5, 30, 10)], progress=lines.append)
+    assert any("1 of 2 requests have ended" in line for line in lines)

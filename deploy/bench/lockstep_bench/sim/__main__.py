@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = command.run(args)
     except LockstepError as error:
-        errors.print(f"lockstep sim {name}: {error.message}", markup=False, highlight=False)
+        errors.print(f"lockstep sim {name}: {error.message}", markup=False, highlight=False, soft_wrap=True)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -19,8 +19,8 @@ def row(simulation: Simulation) -> dict[str, Any]:
     case, seen, totals = simulation.case, simulation.seen, simulation.workers.totals
     seconds = max(simulation.end - case.warm_up, 1e-9)
     output = sum(tokens for at, tokens in seen.emitted if at > case.warm_up)
-    begun = (seen.first > case.warm_up) & ~np.isnan(seen.first)
-    prompts = int(seen.prompt[begun].sum())
+    mine = begun(simulation)
+    prompts = int(seen.prompt[mine].sum())
     nodes = case.costs.layout.cp * case.engine.dp / GPUS_PER_NODE
     found: dict[str, Any] = {
         "ranks": case.engine.dp,
@@ -34,7 +34,7 @@ def row(simulation: Simulation) -> dict[str, Any]:
         "in_tok_s_node": prompts / seconds / nodes,
         "out_tok_s_node": output / seconds / nodes,
     }
-    found |= _latencies(simulation, begun)
+    found |= _latencies(simulation, mine)
     found |= _votes(simulation)
     usage = np.array([line[1:] for line in seen.usage if line[0] >= case.warm_up] or [(np.nan,) * 3])
     decode, prefill = totals.steps[Kind.DECODE], totals.steps[Kind.PREFILL]
@@ -57,6 +57,13 @@ def row(simulation: Simulation) -> dict[str, Any]:
     return found | _host(simulation)
 
 
+def begun(simulation: Simulation) -> npt.NDArray[np.bool_]:
+    """The requests whose first token came in the counted interval."""
+    first = simulation.seen.first
+    mine: npt.NDArray[np.bool_] = (first > simulation.case.warm_up) & ~np.isnan(first)
+    return mine
+
+
 def terms(simulation: Simulation, kind: Kind) -> dict[str, float]:
     """Milliseconds of a mean step of a kind, by what takes them."""
     totals = simulation.workers.totals
@@ -66,23 +73,22 @@ def terms(simulation: Simulation, kind: Kind) -> dict[str, float]:
 
 def latencies(simulation: Simulation) -> dict[str, list[float]]:
     """Seconds by name, over the requests that began in the counted interval, as `plots.curves` takes them."""
-    seen = simulation.seen
-    begun = (seen.first > simulation.case.warm_up) & ~np.isnan(seen.first)
-    ended = begun & (seen.ends == 1)
+    seen, mine = simulation.seen, begun(simulation)
+    ended = mine & (seen.ends == 1)
     several = ended & (seen.got > 1)
     gaps = np.concatenate(seen.gaps) if seen.gaps else np.zeros(0)
     return {
-        "ttft": (seen.first - seen.submitted)[begun].tolist(),
+        "ttft": (seen.first - seen.submitted)[mine].tolist(),
         "tpot": ((seen.last - seen.first)[several] / (seen.got[several] - 1)).tolist(),
         "itl": gaps.tolist(),
         "e2el": (seen.last - seen.submitted)[ended].tolist(),
     }
 
 
-def _latencies(simulation: Simulation, begun: npt.NDArray[np.bool_]) -> dict[str, float]:
+def _latencies(simulation: Simulation, mine: npt.NDArray[np.bool_]) -> dict[str, float]:
     seen = simulation.seen
     series: dict[str, Any] = dict(latencies(simulation))
-    series["queue"] = (seen.admitted - seen.submitted)[begun].tolist()
+    series["queue"] = (seen.admitted - seen.submitted)[mine].tolist()
     del series["e2el"]
     return {
         f"{name}_p{q}_ms": float(np.percentile(values, q)) * 1e3 if len(values) else float("nan")

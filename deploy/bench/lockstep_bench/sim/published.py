@@ -78,7 +78,7 @@ def _row(one: _Run, seconds: float, seed: int) -> dict[str, Any]:
     parser = argparse.ArgumentParser()
     single.add_arguments(parser)
     common = ("--costs", one.costs, "--seconds", str(seconds), "--warm-up", str(seconds / 3), "--seed", str(seed))
-    simulation = simulate(*single.prepared(parser.parse_args([*common, *one.flags])))
+    simulation = simulate(*single.prepared(parser.parse_args([*common, *one.flags])), progress=log)
     found = figures.row(simulation)
     prefill = one.costs == PREFILL
     terms = figures.terms(simulation, Kind.PREFILL if prefill else Kind.DECODE)

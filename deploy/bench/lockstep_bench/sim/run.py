@@ -27,6 +27,12 @@ SWEPT = {  # name: the flag that it replaces
     "span": "attention_span",
     "dp": "dp",
 }
+NOT_NEGATIVE = (
+    "dp", "cp", "link_gb_s", "rate", "concurrency", "request_max_tokens", "prefixes", "seconds", "warm_up", "rtt_ms", "jitter_ms", "seed", "max_num_seqs",
+    "kv_tokens", "block_size", "max_model_len", "max_num_batched_tokens", "vote_interval_ms", "prefill_attempt_interval", "prefill_any_attempt_interval",
+    "max_prefill_tokens_per_point", "attention_span",
+)  # fmt: skip
+AT_LEAST_ONE = ("requests", "shard_ranks", "max_window", "max_waiting")
 BRIEF = (
     "in_tok_s", "out_tok_s", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "itl_p99_ms", "queue_p99_ms", "prefill_any", "prefill_all", "decode_plans",
     "placeholder_steps_share", "placeholder_passes_share", "kv_usage_max", "preemptions",
@@ -93,7 +99,11 @@ def run(args: argparse.Namespace) -> int:
             setattr(changed, SWEPT[name], value)
         if chosen:
             log(", ".join(f"{name} {value:g}" for name, value in chosen.items()))
-        last = simulate(*prepared(changed))
+        last = simulate(*prepared(changed), progress=log)
+        if not figures.begun(last).any():
+            raise ConfigError(
+                f"no request has begun between --warm-up {args.warm_up:g} s and the end at {last.end:.3g} s"
+            )
         rows.append(chosen | figures.row(last))
     assert last is not None
     if args.plot is not None:
@@ -110,7 +120,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def prepared(args: argparse.Namespace) -> tuple[Case, Sequence[traces.Asked]]:
-    """The case and the requests that the flags ask for; what they leave open is the cost model's."""
+    """The case and the requests that the flags ask for; what they leave open is the cost model's. ConfigError names a flag that
+    cannot be."""
+    _check(args)
     machine = costs.load(args.costs)
     layout = {name: value for name in ("dp", "cp", "imbalance") if (value := getattr(args, name))}
     model = machine.cost_model(args.model, **layout)
@@ -164,8 +176,6 @@ def asked(
 ) -> Sequence[traces.Asked]:
     if args.trace is not None:
         return traces.read(args.trace)
-    if args.requests < 1 or args.rate < 0 or args.prefix_share > 1:
-        raise ConfigError("--requests must be at least 1, --rate not negative and --prefix-share at most 1")
     return traces.draw(
         traces.Drawn(
             count=args.requests,
@@ -188,6 +198,25 @@ def show_terms(simulation: Simulation) -> None:
         if simulation.workers.totals.steps[kind]:
             parts = [f"{name} {ms:.2f}" for name, ms in figures.terms(simulation, kind).items() if abs(ms) >= 0.005]
             console.print(f"ms of a mean {kind.name.lower()} step: {', '.join(parts)}", highlight=False)
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name, least in [*((name, 0) for name in NOT_NEGATIVE), *((name, 1) for name in AT_LEAST_ONE)]:
+        if getattr(args, name) < least:
+            raise ConfigError(f"{_flag(name)} must be at least {least}, not {getattr(args, name):g}")
+    if args.prefix_share > 1:
+        raise ConfigError("--prefix-share must be at most 1")
+    if args.imbalance and args.imbalance < 1:
+        raise ConfigError("--imbalance must be at least 1: the heaviest rank's load is never below the mean")
+    a, b = args.prefill_attempt_interval, args.prefill_any_attempt_interval
+    if b and (not a or b <= a or b % a):
+        raise ConfigError("--prefill-any-attempt-interval must be a multiple of --prefill-attempt-interval and greater")
+    if 0 < args.seconds <= args.warm_up:
+        raise ConfigError("--warm-up must be less than --seconds")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _swept(word: str) -> tuple[str, list[float]]:

@@ -42,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
     for word in args.groups.split(","):
         try:
             ranks, held = (int(part) for part in word.split("x"))
+            if min(ranks, held) < 1:
+                raise ValueError(word)
         except ValueError:
             raise ConfigError(f"--groups {word!r}: give RANKSxROWS,...") from None
         log(f"{ranks} ranks x {held} rows")

@@ -31,6 +31,7 @@ from lockstep_scheduler.vote import Point, Rules, point
 
 _NS = 1_000_000_000
 _TICK_NS = _NS // 4
+PROGRESS_S = 5.0  # seconds of this machine between two lines about a long run
 _FIRST_PREFIX = VOCAB_SIZE // 2  # ids of shared beginnings; below it those of requests
 
 
@@ -186,6 +187,7 @@ class Simulation:
         self.seen = Seen(asked)
         self.votes = Votes()
         self.end = 0.0
+        self.progress: Callable[[str], None] | None = None  # gets a line every PROGRESS_S
         self._generates = {str(handle): a.generates for handle, a in enumerate(asked)}
         self._random = random.Random(case.seed)
         self._events: list[tuple[int, int, Callable[[], None]]] = []
@@ -223,6 +225,7 @@ class Simulation:
 
     def run(self) -> None:
         """LockstepError if the scheduler stands still with unfinished requests, or is silent for too long."""
+        told = time.monotonic()
         self._schedule(0, lambda: self.loop.start(self.case.engine.group(), self, self._polls))
         if self.case.concurrency:
             self._to_submit = min(self.case.concurrency, len(self.asked))
@@ -240,6 +243,14 @@ class Simulation:
                 return
             self._now = at
             call()
+            if self.progress is not None and (now := time.monotonic()) - told > PROGRESS_S:
+                told = now
+                self.progress(self._so_far())
+
+    def _so_far(self) -> str:
+        of = f" of {self.case.seconds:g}" if self.case.seconds else ""
+        ended = int((self.seen.ends != 0).sum())
+        return f"{self._now / _NS:.1f}{of} s simulated, {ended:,} of {len(self.asked):,} requests have ended"
 
     def call_at(self, seconds: float, call: Callable[[], None]) -> None:
         """Calls something at a simulated time; before `run`."""
@@ -412,9 +423,10 @@ def _prompt(handle: int, asked: Asked) -> npt.NDArray[np.uint32]:
     return prompt
 
 
-def simulate(case: Case, asked: Sequence[Asked]) -> Simulation:
+def simulate(case: Case, asked: Sequence[Asked], progress: Callable[[str], None] | None = None) -> Simulation:
     """A case from start to end."""
     simulation = Simulation(case, asked)
+    simulation.progress = progress
     simulation.run()
     return simulation
 

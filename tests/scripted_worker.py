@@ -191,6 +191,7 @@ class ScriptedEngine:
         self._model = model
         self._generated_reusable = generated_reusable
         self._wait = wait
+        self._written = 0  # epoch of the last plan
         self._rows: dict[int, _Row] = {}
         self._kv: U64 = np.zeros((num_blocks, block_size), np.uint64)
         self._owners: dict[int, set[int]] = {}  # block -> rows whose table has it
@@ -208,13 +209,15 @@ class ScriptedEngine:
                 f"the group wants {group.max_rows} rows of {group.max_model_len} tokens; "
                 f"this worker has {self._max_rows} of {self._max_model_len}"
             )
-        self._num_blocks = min(group.num_blocks or self._num_blocks, self._num_blocks)
-        self._kv = np.zeros((self._num_blocks, self._block_size), np.uint64)
+        if 0 < group.num_blocks < self._num_blocks:
+            self._num_blocks, self._written = group.num_blocks, 0
+            self._kv = np.zeros((self._num_blocks, self._block_size), np.uint64)
         self._rows.clear()
         self._owners.clear()
         return self._facts()
 
     def run(self, plan: Plan) -> Iterator[StepResult]:
+        self._written = plan.header.epoch
         self._apply(plan.body)
         for step in range(steps_of(plan.header)):
             delay_ms = self._step_ms
@@ -473,6 +476,7 @@ class ScriptedEngine:
             weights_epoch=0,
             groups=(KvGroup("full", self._block_size, self._num_blocks),),
             deterministic=True,
+            kept_epoch=self._written,
             routed_experts=False,
             generated_reusable=self._generated_reusable,
         )

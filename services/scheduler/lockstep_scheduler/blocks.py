@@ -57,6 +57,7 @@ class BlockPool:
         self._by_key: dict[Key, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._free = list(range(num_blocks - 1, 0, -1))  # a stack; low numbers first
+        self._news: list[tuple[int, Key]] = []
 
     @property
     def free(self) -> int:
@@ -143,6 +144,21 @@ class BlockPool:
         if self._keys[block] is None and key not in self._by_key:
             self._keys[block] = key
             self._by_key[key] = block
+            self._news.append((block, key))
+
+    def take_news(self) -> list[tuple[int, Key]]:
+        """What was published since the last call."""
+        news, self._news = self._news, []
+        return news
+
+    def retract(self, published: Iterable[tuple[int, Key]]) -> None:
+        """The plan that would have filled these blocks has not run to its end: what they hold is unknown."""
+        for block, key in published:
+            if self._keys[block] == key:
+                self._forget(block)
+                if self._refs[block] == 0:
+                    del self._cached[block]
+                    self._free.append(block)
 
     def withdraw(self, blocks: Iterable[int]) -> None:
         """The content of owned blocks turned out not to be what their keys say."""

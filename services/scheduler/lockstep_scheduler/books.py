@@ -10,15 +10,17 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from lockstep_common.errors import LockstepError
+from lockstep_common.errors import LockstepError, Unavailable
 from lockstep_common.steps import PlanOutcome
 from lockstep_scheduler import plan
 from lockstep_scheduler.booking import Booked, EventBatch, book, events, scores_event
 from lockstep_scheduler.ledger import Ledger
 from lockstep_scheduler.lifecycle import Lifecycle
 from lockstep_scheduler.ranks import RankState
-from lockstep_scheduler.request import Choice, End, Phase, Slots
+from lockstep_scheduler.request import Choice, End, Phase, Request, Slots
 from lockstep_scheduler.stats import Stats
+
+MAX_LOSSES = 3
 
 
 class Books:
@@ -61,12 +63,21 @@ class Books:
                 self._requests.waiting.push([choice])
         rank.closing = still
 
-    def abandon(self, rank: RankState, seq: int) -> None:
-        """The group is lost, and plan `seq` was the last: all that ran on the rank waits again, with what is booked."""
-        for choice in plan.preempt_all(rank, self._slots):
-            if choice.phase is Phase.WAITING:
-                self._requests.waiting.push([choice])
-        self.settle(rank, seq)
+    def abandon(self, seq: int, error: LockstepError) -> None:
+        """The group is lost, and plan `seq` was the last: all that ran waits again, with what is booked. What has run in
+        MAX_LOSSES groups that were lost may be what they are lost by, and ends."""
+        ran: set[Request] = set()
+        for rank in self._ranks:
+            for choice in plan.preempt_all(rank, self._slots):
+                ran.add(choice.request)
+                if choice.phase is Phase.WAITING:
+                    self._requests.waiting.push([choice])
+            self.settle(rank, seq)
+        for request in sorted(ran, key=lambda request: request.order):
+            request.losses += 1
+            if request.losses == MAX_LOSSES:
+                why = f"{error.message}; the request has now run in {MAX_LOSSES} groups that were lost, and is not tried again"
+                self._requests.end(request, End.ERROR, Unavailable(why))
 
     def requeue(self, victims: list[Choice]) -> None:
         """Preempted choices wait again; those with a slot as soon as they are settled."""
@@ -77,7 +88,7 @@ class Books:
 
     def _publish(self, rank: RankState, booked: Booked) -> None:
         """Blocks that generated tokens have filled can be shared from now on. The last token's KV is not written yet."""
-        if not (rank.prefix_caching and rank.generated_reusable):
+        if not rank.generated_reusable:
             return
         slots, size = self._slots, rank.pool.block_size
         at = booked.slots

@@ -135,6 +135,7 @@ class GroupSupervisor:
                         max_window=config.max_window,
                         num_blocks=0,
                         peers=peers,
+                        capture_by_use=self._loop.reforming,
                     ),
                     CONFIGURE_TIMEOUT,
                 )
@@ -226,6 +227,7 @@ class GroupSupervisor:
             max_rows=min(self._config.max_num_seqs, first.max_rows),
             max_model_len=min(wanted, first.max_model_len, fits),
             ranks=self._divided(dp)[0],
+            kept=tuple(kept_by(facts[rank * cp : (rank + 1) * cp]) for rank in range(dp)),
         )
 
     def _on_outcome(self, outcome: PlanOutcome) -> None:
@@ -273,6 +275,12 @@ def seats(addresses: Sequence[str], facts: Sequence[WorkerFacts]) -> list[int]:
             "--rank of its own, and give all dp * cp addresses to the scheduler"
         )
     return sorted(range(size), key=lambda i: facts[i].rank)
+
+
+def kept_by(facts: Sequence[WorkerFacts]) -> int:
+    """The epoch of the plans that the caches of a DP rank's workers are as they have left them; 0: not all of them are."""
+    epochs = {f.kept_epoch for f in facts}
+    return epochs.pop() if len(epochs) == 1 else 0
 
 
 def describe(group: Group) -> str:

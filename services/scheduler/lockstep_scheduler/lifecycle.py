@@ -22,7 +22,7 @@ from lockstep_common.errors import (
 from lockstep_common.steps import U32, Sampling
 from lockstep_scheduler import plan
 from lockstep_scheduler.admission import total_tokens
-from lockstep_scheduler.blocks import chain, root
+from lockstep_scheduler.blocks import Key, chain, root
 from lockstep_scheduler.booking import EventBatch, end_event, replay_event, scores_event
 from lockstep_scheduler.ledger import Ledger
 from lockstep_scheduler.ranks import Limits, RankState, Waiting
@@ -52,17 +52,19 @@ class Lifecycle:
         self._requests: dict[str, Request] = {}  # all that are not over, and those over less than `grace` ago
         self._expiry: deque[tuple[float, str]] = deque()
         self._arrivals = 0
+        self._block_size = 0
 
     def enter(self, group: Group, limits: Limits, ranks: Sequence[RankState], slots: Slots) -> None:
         """A group has formed, with empty caches; what waits waits for it. What it has no room for ends."""
         self._group, self._limits, self._ranks, self._slots = group, limits, ranks, slots
+        same_blocks, self._block_size = self._block_size == ranks[0].pool.block_size, ranks[0].pool.block_size
         for request in list(self._requests.values()):
             if request.done:
                 continue
             if total_tokens(request.prompt, request.sampling, limits) < request.limit:
                 error = f"the group has formed again with room for {limits.max_model_len} tokens, and {request.limit} were asked for"
                 self.end(request, End.ERROR, Unavailable(error))
-            else:
+            elif not (same_blocks and request.root == self._root_of(request)):
                 self._root(request)
 
     def end_all(self, error: LockstepError) -> None:
@@ -218,14 +220,16 @@ class Lifecycle:
         return self._slots.generated_tokens(choice.slot) if choice.slot >= 0 else choice.tokens[choice.prompt_len :]
 
     def _root(self, request: Request) -> None:
-        """Without a prefix cache no block has a key: nothing is found, and nothing is offered."""
-        if not self._settings.prefix_caching:
-            return
-        facts = self._group.facts
-        request.root = root(facts.model, facts.weights_epoch, "", request.salt)
-        keys = chain(request.root, request.prompt, facts.groups[0].block_size)
+        """Names the blocks of its prompt anew."""
+        request.root = self._root_of(request)
+        keys = chain(request.root, request.prompt, self._block_size)
         for choice in request.choices:
             choice.keys = list(keys)
+
+    def _root_of(self, request: Request) -> Key:
+        """Without a prefix cache a request shares blocks with none but itself: when it comes back to a rank that has them."""
+        facts, own = self._group.facts, f"request {request.arrival}"
+        return root(facts.model, facts.weights_epoch, "", request.salt if self._settings.prefix_caching else own)
 
     def _where(self, request: Request) -> str:
         if all(c.phase is Phase.WAITING for c in request.choices):

@@ -27,6 +27,7 @@ from lockstep_common.clock import Clock
 from lockstep_common.errors import ConfigError, Conflict, DeadlineExceeded, LockstepError, Overloaded, Unavailable
 from lockstep_common.steps import U32, Body, ExpertLoads, Header, Kind, PlanOutcome, Sampling
 from lockstep_scheduler import admission, plan
+from lockstep_scheduler.blocks import Key
 from lockstep_scheduler.booking import Booked, EventBatch
 from lockstep_scheduler.books import Books
 from lockstep_scheduler.draft import Draft, RankDraft, draft_prefill, remainder
@@ -72,6 +73,7 @@ class InFlight:
     timed: bool = False  # a timer will turn the loop then
     held: float = 0.0  # seconds that waiting took away from the turnaround that the workers measure
     turnaround: float = math.inf  # the shortest of its ranks': that of the one that reported last
+    published: Sequence[Sequence[tuple[int, Key]]] = ()  # by rank: blocks that the plan fills, and names for others
 
 
 @dataclass(slots=True, eq=False)
@@ -111,6 +113,9 @@ class StepLoop:
         self.submit = self.requests.submit  # the caller calls `advance` when it has submitted all that it holds
         self.group: Group | None = None
         self._lost: Lost | None = None
+        self._before: Group | None = None  # the last one that was lost
+        self._written = 0  # epoch of the last plan sent
+        self.ranks: list[RankState] = []
         self.draining = False
         self._clock = clock
         self._ledger = ledger
@@ -303,6 +308,8 @@ class StepLoop:
 
     def _dispatch(self, header: Header, cast: Cast) -> None:
         now, notice = self._clock.now(), self.pace.notice(header)
+        for rank in self.ranks:
+            rank.pool.take_news()  # of what is booked
         if header.kind is Kind.PREFILL:
             plans = self._prefill(header, cast.draft, now)
         else:
@@ -314,12 +321,14 @@ class StepLoop:
         tables = [self._table(listed) for _, listed in plans]
         flight = InFlight(header, tables, rows, [0] * len(rows), [False] * len(rows), notice, now, now)
         self._position = after(self._position, header, self._point_bound)
+        flight.published = [rank.pool.take_news() for rank in self.ranks]
         flight.continues = cast.behind or self._held_too_long
         self._held_too_long = False
         self._inflight.append(flight)
         self.stats.plans[header.kind.name.lower()] += 1
         self.stats.dual_batch_plans += header.dual_batch
         self.workers.send(header, [body for body, _ in plans])
+        self._written = header.epoch
         if self.experts:
             self.experts.sent(header, now)
 
@@ -340,7 +349,11 @@ class StepLoop:
             choice.request.passed_since = min(choice.request.passed_since, now)
         for group in itertools.chain.from_iterable(mine.admits for mine in drafts):
             first = group[0]
-            if first.phase is not Phase.WAITING and first.index == 0 and len(first.tokens) == first.prompt_len:
+            if first.phase is Phase.WAITING:
+                continue
+            if first.had >= 0:
+                self.stats.recomputed_tokens += first.recomputed
+            elif first.index == 0:
                 self.stats.admitted += 1
                 self.stats.queue_seconds += now - first.request.arrived
                 self.stats.prompt_tokens += first.prompt_len
@@ -350,8 +363,8 @@ class StepLoop:
     # -- the group ------------------------------------------------------------------------------------------------------
 
     def start(self, group: Group, workers: Workers, polls: Polls | None = None) -> None:
-        """A group has formed under a new epoch: empty caches, counters at 0. What waits is planned at once, and what ran in the
-        epoch before goes on. `workers` are those of the group's `ranks`, which this shard drives; `polls` is where it votes."""
+        """A group has formed under a new epoch: counters at 0, and empty caches but for ranks that have kept what this shard's last
+        plans left there. What waits is planned at once, and what ran in the epoch before goes on. `workers` are those of the group's `ranks`, which this shard drives; `polls` is where it votes."""
         kv = group.facts.groups[0]
         settings = self.settings
         self.group, self.workers, self._polls, self._lost = group, workers, polls or Alone(), None
@@ -364,17 +377,13 @@ class StepLoop:
             watermark=settings.watermark,
             attention_span=settings.attention_span,
         )
-        self.ranks: list[RankState] = [
-            new_rank(
-                i,
-                kv.num_blocks,
-                kv.block_size,
-                group.max_rows,
-                settings.prefix_caching,
-                group.facts.generated_reusable,
-            )
+        before, kept = self.ranks, self._kept_by(group)
+        self.ranks = [
+            new_rank(i, kv.num_blocks, kv.block_size, group.max_rows, group.facts.generated_reusable)
             for i in range(len(group.ranks))
         ]
+        for i in kept:
+            self.ranks[i].pool = before[i].pool
         self.slots = Slots(3 * group.max_rows * len(group.ranks), group.max_model_len)
         self._position = Position(group.epoch, 1, 0)
         self._round, self._called, self._asleep, self._cast = 1, 0, True, None
@@ -392,6 +401,24 @@ class StepLoop:
         self._books.enter(self.ranks, self.slots)
         self.advance()
 
+    def _kept_by(self, group: Group) -> list[int]:
+        """Ranks whose caches are as this shard knows them from the group before.
+
+        What it knows is true: a key stands for what a booked plan has written (`stop` retracts the others), and a driver reports a
+        step that all workers of its rank have written, since its tokens come of what each of them attended to.
+        """
+        before = self._before
+        if (
+            before is None
+            or not group.kept
+            or (before.ranks, before.dp, before.cp) != (group.ranks, group.dp, group.cp)
+        ):
+            return []
+        was, now = before.facts, group.facts
+        if (was.config_hash, was.weights_epoch, was.groups) != (now.config_hash, now.weights_epoch, now.groups):
+            return []
+        return [i for i, rank in enumerate(group.ranks) if group.kept[rank] == self._written > 0]
+
     def _rebalancer(self, group: Group) -> Rebalancer | None:
         if not group.facts.moe_layers and self.settings.eplb.enabled:
             raise ConfigError(
@@ -406,8 +433,12 @@ class StepLoop:
         `reform_timeout`, they end with an error that says why."""
         if self.group is None:
             return
-        for rank in self.ranks:
-            self._books.abandon(rank, self._position.seq - 1)
+        for flight in self._inflight:
+            for rank in self.ranks:
+                if not flight.complete[rank.index]:
+                    rank.pool.retract(flight.published[rank.index])
+        self._books.abandon(self._position.seq - 1, error)
+        self._before = self.group
         self._lost = Lost(self.group, error, self._clock.now() + self.settings.reform_timeout)
         self.group = self._cast = None
 

@@ -41,6 +41,10 @@ class LoopCollector(Collector):
             "lockstep_prompt_tokens": ("Prompt tokens of admitted requests", stats.prompt_tokens),
             "lockstep_prompt_tokens_cached": ("Those found in the prefix cache", stats.cached_tokens),
             "lockstep_preemptions": ("Choices removed to make room", stats.preemptions),
+            "lockstep_recomputed_tokens": (
+                "Tokens computed again for choices that came back to a rank",
+                stats.recomputed_tokens,
+            ),
             "lockstep_overrun_row_steps": ("Row-steps run for rows that had ended", stats.overrun_row_steps),
             "lockstep_placeholder_steps": ("Decode steps of ranks without a row", stats.placeholder_steps),
             "lockstep_nonfinite_rows": ("Choices that ended with NaN or infinite logits", stats.nonfinite_rows),

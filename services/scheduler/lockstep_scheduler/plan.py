@@ -200,6 +200,7 @@ def release(rank: RankState, choice: Choice) -> None:
         rank.prefilling.remove(choice)
     choice.row = -1
     choice.joins = None
+    choice.had = choice.computed if choice.phase is Phase.PREFILL else choice.request.limit
 
 
 def preempt(rank: RankState, victim: Choice, slots: Slots) -> list[Choice]:
@@ -229,8 +230,6 @@ def preempt_all(rank: RankState, slots: Slots) -> list[Choice]:
 
 def publish(rank: RankState, choice: Choice, slots: Slots, upto: int) -> None:
     """Offers the keys of the blocks that the choice's tokens fill, up to position `upto`, to the pool."""
-    if not rank.prefix_caching:
-        return
     size = rank.pool.block_size
     full, done = rank.shareable(choice, upto), int(slots.published[choice.slot])
     if full <= done:
@@ -277,8 +276,9 @@ def _admit(rank: RankState, group: list[Choice]) -> list[int]:
     new = rank.pool.take(-(-length // size) - len(hits))
     first.blocks = hits + new
     first.computed = len(hits) * size
-    if len(first.tokens) == first.prompt_len and first.index == 0:
-        first.request.cached = first.computed
+    first.found = first.computed
+    if first.index == 0 and first.had < 0:
+        first.request.cached = first.found
     for choice in group:
         choice.rank = rank.index
         choice.row = heapq.heappop(rank.free_rows)

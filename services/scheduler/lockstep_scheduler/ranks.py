@@ -85,7 +85,6 @@ class RankState:
     index: int
     pool: BlockPool
     free_rows: list[int]  # a heap: the lowest number first, the same on every replay
-    prefix_caching: bool = True  # else blocks have no keys, so that none is shared between requests
     generated_reusable: bool = (
         True  # else only blocks of prompt tokens alone are shared: generated ones have other bits
     )
@@ -116,8 +115,7 @@ def new_rank(
     num_blocks: int,
     block_size: int,
     max_rows: int,
-    prefix_caching: bool = True,
     generated_reusable: bool = True,
 ) -> RankState:
     pool = BlockPool(num_blocks, block_size)
-    return RankState(index, pool, list(range(max_rows)), prefix_caching, generated_reusable)
+    return RankState(index, pool, list(range(max_rows)), generated_reusable)

@@ -58,6 +58,7 @@ class Request:
     salt: str = ""
     root: Key = b""  # of the chain of block keys; set when the group is known
     deadline: float = float("inf")
+    losses: int = 0  # groups that were lost while it ran
     orphaned: float = 0.0  # since when it has no session, if it has none
     choices: list[Choice] = field(default_factory=list)
     passed_over: int = 0
@@ -102,6 +103,8 @@ class Choice:
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
     computed: int = 0  # positions whose KV is there or planned, while in PREFILL
+    found: int = 0  # of these, those that were in the cache when it got its row
+    had: int = -1  # positions that were there or planned when it gave a row back, or more; -1: it has had no row
     keys: list[Key] = field(default_factory=list)  # of the full blocks of `tokens`, and of those filled since
     joins: Choice | None = None  # PREFILL, row reserved: waits for this one's prompt
     borrowed: int = 0  # a joining choice copies its last block from this one and holds it until then; 0 none
@@ -113,6 +116,11 @@ class Choice:
     @property
     def order(self) -> tuple[int, int, int]:
         return (*self.request.order, self.index)
+
+    @property
+    def recomputed(self) -> int:
+        """Tokens that it computes again, as the rank that it came back to has not kept them."""
+        return max(0, min(self.had, len(self.tokens) - 1) - self.found)
 
 
 class Slots:

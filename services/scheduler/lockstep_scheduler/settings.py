@@ -42,6 +42,7 @@ class Group:
     max_model_len: int
     ranks: range = range(0)  # the DP ranks that this shard drives; empty: all
     cp: int = 1  # workers of a DP rank
+    kept: tuple[int, ...] = ()  # by DP rank of the group: the epoch whose plans filled its caches; 0: not kept
 
     def __post_init__(self) -> None:
         if not self.ranks:

@@ -117,6 +117,7 @@ class Hub(scheduler_pb2_grpc.ShardsServicer):
                 facts=rpc.write_facts(group.facts),
                 max_rows=group.max_rows,
                 max_model_len=group.max_model_len,
+                kept=group.kept,
             )
             link.send(scheduler_pb2.FromCoordinator(formed=message))
         polls = self._polls
@@ -404,6 +405,7 @@ class Following:
             max_model_len=message.max_model_len,
             cp=message.cp,
             ranks=range(message.first_rank, message.first_rank + len(message.drivers)),
+            kept=tuple(message.kept),
         )
         return Formed(self._group, tuple(message.drivers))
 

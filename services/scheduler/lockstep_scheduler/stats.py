@@ -18,6 +18,7 @@ class Stats:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+    recomputed_tokens: int = 0  # of choices that came back, after a preemption or the loss of a group
     overrun_row_steps: int = 0
     placeholder_steps: int = 0
     nonfinite_rows: int = 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -113,19 +113,17 @@ class Simulation:
         self.failures: list[LockstepError] = []
         self._handles = 0
         self.own_header_waits = True  # the coordinator's own header is under way for a while, as the others' are
-        self.engines = [
-            ScriptedEngine(
-                scripts,
-                vocab_size=vocab_size,
-                max_model_len=max_model_len,
-                num_blocks=num_blocks,
-                block_size=block_size,
-                max_rows=max_rows,
-                generated_reusable=generated_reusable,
-                wait=lambda seconds: None,
-            )
-            for _ in range(dp)
-        ]
+        self._new_engine = lambda: ScriptedEngine(
+            scripts,
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_rows=max_rows,
+            generated_reusable=generated_reusable,
+            wait=lambda seconds: None,
+        )
+        self.engines = [self._new_engine() for _ in range(dp)]
         self.ranks = divide(dp, shards)
         self.loops = [
             StepLoop(Settings(**(defaults | settings)), self.clock, NoLedger(), self._emit) for _ in self.ranks
@@ -156,14 +154,17 @@ class Simulation:
             Tally(self.ranks, [f"shard {i}" for i in range(places)], 60.0), self._tell, self.failures.append
         )
         for shard, (loop, ranks) in enumerate(zip(self.loops, self.ranks, strict=True)):
-            group = Group(epoch, 1, dp, facts[0], self._max_rows, self._context, ranks=ranks)
+            kept = tuple(f.kept_epoch for f in facts)
+            group = Group(epoch, 1, dp, facts[0], self._max_rows, self._context, ranks=ranks, kept=kept)
             polls = None if places == 1 else FarPolls(self, shard) if shard else self.coordinator
             loop.start(group, ShardWorkers(self, shard), polls)
 
-    def lose(self, error: LockstepError) -> None:
-        """The workers are gone, with what they have not reported."""
+    def lose(self, error: LockstepError, gone: Collection[int] = ()) -> None:
+        """The group is gone, with what it has not reported; of the workers those of the ranks `gone`, with their caches."""
         for loop in self.loops:
             loop.stop(error)
+        for rank in gone:
+            self.engines[rank] = self._new_engine()
         for box in (*self._queues, *self._unsent, *self.up, *self.down):
             box.clear()
         self._running = [None] * len(self.engines)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from lockstep_common.errors import ContextLengthExceeded, InvalidRequest, LockstepError, Overloaded, Unavailable
 from lockstep_common.steps import Kind
-from lockstep_scheduler.request import End
+from lockstep_scheduler.books import MAX_LOSSES
+from lockstep_scheduler.request import End, Phase
 from tests.scripted_worker import Script
 from tests.unit.scheduler.simulation import Simulation, prefills
 
@@ -55,15 +56,16 @@ def test_random_arrivals(seed: int, dp: int, num_blocks: int, window: int, a: in
         generated_reusable=bool(seed % 2),
     )
     kept, cut = [], []
-    epoch = 1
+    epoch = losing = 1
     for _ in range(choose.randint(1, 14)):
         if sim.loop.group is None and choose.random() < 0.5:
             epoch += 1
             sim.form(epoch)
         for _ in range(choose.randint(0, 12)):
             sim.turn()
-        if choose.random() < losses:
-            sim.lose(LockstepError("worker 0 is gone"))
+        if choose.random() < losses and losing < MAX_LOSSES:
+            losing += 1
+            sim.lose(LockstepError("worker 0 is gone"), gone=[r for r in range(dp) if choose.random() < 0.4])
         request = sim.submit(
             prompt(choose.randint(1, 60), choose.randint(1, 3)),
             n=choose.choice([1, 1, 1, 2, 3]),
@@ -296,7 +298,6 @@ def test_without_a_prefix_cache_requests_share_nothing_and_choices_still_share_t
         sim.run()
     sim.check_answers(requests)
     assert [sim.got(r).cached for r in requests] == [0, 0]
-    assert sim.loop.ranks[0].pool.cached == 0
     computed = sum(int(p.counts.sum()) for bodies in sim.bodies for body in bodies for p in body.passes)
     assert computed == 2 * (22 + 1)
 
@@ -428,6 +429,71 @@ def test_a_group_that_does_not_form_again_ends_its_requests_with_the_reason() ->
     last = sim.submit(prompt(4))
     sim.run()
     sim.check_answers([last])
+
+
+def test_a_request_that_loses_one_group_after_the_other_is_given_up() -> None:
+    sim = Simulation(max_rows=1)
+    fatal, next_one = sim.submit(prompt(4), max_tokens=50), sim.submit(prompt(5), max_tokens=5)
+    for epoch in (2, 3, 4):
+        sim.turn()
+        assert sim.got(fatal).ends == 0
+        sim.lose(LockstepError("worker 0 is gone"))
+        sim.form(epoch)
+    assert sim.got(fatal).end is End.ERROR and "worker 0 is gone; the request has now run in 3" in sim.got(fatal).error
+    sim.run()
+    sim.check_answers([next_one])
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("reusable", [True, False])
+@given(seed=st.integers(0, 10_000), turns=st.integers(1, 60), dp=st.integers(1, 3))
+@settings(max_examples=15, deadline=None)
+def test_ranks_that_are_left_compute_next_to_nothing_again(
+    caching: bool, reusable: bool, seed: int, turns: int, dp: int
+) -> None:
+    """Of each choice on a rank whose caches are left: less than a block, and what was not booked; and its generated tokens, if
+    their KV is another one than a prompt's. What is read is right: the workers check every block. Prompts are long where there
+    are several ranks, so that they are worth more than even ranks."""
+    size, length = 4, 9 if dp == 1 else 300
+    sim = Simulation(
+        dp=dp, seed=seed, num_blocks=900, block_size=size, max_rows=16, max_model_len=450, max_batched_tokens=1024,
+        prefix_caching=caching, generated_reusable=reusable,
+    )  # fmt: skip
+    requests = [sim.submit(prompt(length + 7 * i, i), n=1 + i % 2, max_tokens=30, advance=False) for i in range(6)]
+    sim.loop.advance()
+    for _ in range(turns):
+        sim.turn()
+    unbooked = sum(sum(f.header.micro_chunks) for f in sim.loop._inflight) * dp
+    gone = set(range(1, dp))
+    choices = [c for r in requests for c in r.choices if c.phase in (Phase.PREFILL, Phase.DECODE)]
+    left = [c for c in choices if c.rank not in gone]
+    generated = sum(sim.loop.requests.generated(c) for c in left)
+    lost = sum(c.prompt_len + 30 for c in choices if c.rank in gone)
+    sim.lose(LockstepError("a worker is gone"), gone)
+    sim.form(2)
+    sim.run()
+    sim.check_answers(requests)
+    assert all(sim.got(r).cached == 0 for r in requests), "what a request finds of itself is no hit of the prefix cache"
+    most = len(left) * size + unbooked + (0 if reusable else generated) + lost
+    assert sim.loop.stats.recomputed_tokens <= most
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_blocks_of_a_plan_that_has_not_run_are_found_by_nobody(cancelled: bool) -> None:
+    """Nor those of a request that ended meanwhile, which nobody owns any more."""
+    sim = Simulation(num_blocks=100)
+    requests = [sim.submit(prompt(20))]
+    sim.run()
+    requests.append(sim.submit(prompt(20, 5)))
+    if cancelled:
+        sim.loop.cancel(requests.pop())
+    sim.lose(LockstepError("worker 0 is gone"))
+    sim.form(2)
+    requests += [sim.submit(prompt(20, 5)), sim.submit(prompt(20))]
+    sim.run()
+    sim.check_answers(requests)
+    assert [sim.got(r).cached for r in requests[-2:]] == [0 if cancelled else 16, 16]
+    sim.loop.ranks[0].pool.check()
 
 
 def test_scores_of_a_prompt_are_told_once_though_the_group_is_lost_in_its_middle() -> None:

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 class Follower:
     """Drives a shard's part of the group that the coordinator forms. When the coordinator, or a worker of this shard, is lost,
-    every request with progress ends with an error that says so; what waits is served by the next group."""
+    requests wait, with their tokens, for the next group (see `StepLoop.stop`)."""
 
     def __init__(
         self, config: SchedulerConfig, loop: StepLoop, changed: Callable[[], None], coordinator: Following

@@ -27,8 +27,8 @@ RETRY_SECONDS = (0.2, 0.5, 1.0, 2.0)
 
 
 class GroupSupervisor:
-    """Keeps the group formed. When a worker is lost, every request with progress ends with an error that says so, and the
-    group forms anew under a higher epoch as soon as all workers are there."""
+    """Keeps the group formed. When a worker is lost, the group forms anew under a higher epoch as soon as all workers are there;
+    requests wait for that (see `StepLoop.stop`)."""
 
     def __init__(
         self, config: SchedulerConfig, loop: StepLoop, changed: Callable[[], None], hub: Hub | None = None
@@ -48,23 +48,25 @@ class GroupSupervisor:
         self._term = 0
 
     async def run(self) -> None:
-        """Forms, watches, forms again; until cancelled."""
-        attempt = 0
+        """Forms, watches, forms again; until cancelled. ConfigError: what was started cannot be a group. Once it was one, a worker
+        that came back with other options is in the way until it is replaced."""
+        attempt, formed = 0, False
         try:
             while True:
                 try:
                     group = await self._form()
                     await self._start(group)
-                except ConfigError:
-                    raise  # trying again does not help
                 except LockstepError as error:
+                    if isinstance(error, ConfigError) and not formed:
+                        raise  # trying again does not help
+                    self._loop.hindered(error.message)
                     delay = RETRY_SECONDS[min(attempt, len(RETRY_SECONDS) - 1)]
                     log.warning("the group does not form: %s; next try in %.1f s", error.message, delay)
                     attempt += 1
                     await self._leave()
                     await asyncio.sleep(delay)
                     continue
-                attempt = 0
+                attempt, formed = 0, True
                 self._changed()
                 log.info(
                     "group formed: epoch %d, %d x %d worker(s), %s", group.epoch, group.dp, group.cp, describe(group)

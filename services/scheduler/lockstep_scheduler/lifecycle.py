@@ -55,7 +55,7 @@ class Lifecycle:
         self._block_size = 0
 
     def enter(self, group: Group, limits: Limits, ranks: Sequence[RankState], slots: Slots) -> None:
-        """A group has formed, with empty caches; what waits waits for it. What it has no room for ends."""
+        """A group has formed; what waits goes on in it. What it has no room for ends."""
         self._group, self._limits, self._ranks, self._slots = group, limits, ranks, slots
         same_blocks, self._block_size = self._block_size == ranks[0].pool.block_size, ranks[0].pool.block_size
         for request in list(self._requests.values()):
@@ -68,6 +68,7 @@ class Lifecycle:
                 self._root(request)
 
     def end_all(self, error: LockstepError) -> None:
+        """Ends every request."""
         for request in list(self._requests.values()):
             self.end(request, End.ERROR, error)
 
@@ -123,6 +124,8 @@ class Lifecycle:
         offset = min(offset, self.generated(choice))
         if choice.slot >= 0:
             self._slots.generated[choice.slot] = offset
+        else:
+            choice.tokens = choice.tokens[: choice.prompt_len + offset]
         self._end_choice(choice, End.STOP, None, offset)
 
     def resume(self, request_id: str, session: int, handle: int, offsets: dict[int, int]) -> Request:

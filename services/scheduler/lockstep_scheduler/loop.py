@@ -27,6 +27,7 @@ from lockstep_common.clock import Clock
 from lockstep_common.errors import ConfigError, Conflict, DeadlineExceeded, LockstepError, Overloaded, Unavailable
 from lockstep_common.steps import U32, Body, ExpertLoads, Header, Kind, PlanOutcome, Sampling
 from lockstep_scheduler import admission, plan
+from lockstep_scheduler.between import Between
 from lockstep_scheduler.blocks import Key
 from lockstep_scheduler.booking import Booked, EventBatch
 from lockstep_scheduler.books import Books
@@ -85,15 +86,6 @@ class Cast:
     behind: bool  # a plan was running when it was cast
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """A group that is no more, and forms again if it can."""
-
-    group: Group
-    error: LockstepError
-    until: float
-
-
 class StepLoop:
     def __init__(
         self,
@@ -112,9 +104,7 @@ class StepLoop:
         self.find, self.resume, self.orphan = self.requests.find, self.requests.resume, self.requests.orphan
         self.submit = self.requests.submit  # the caller calls `advance` when it has submitted all that it holds
         self.group: Group | None = None
-        self._lost: Lost | None = None
-        self._before: Group | None = None  # the last one that was lost
-        self._written = 0  # epoch of the last plan sent
+        self._between = Between(settings.reform_timeout)
         self.ranks: list[RankState] = []
         self.draining = False
         self._clock = clock
@@ -328,7 +318,7 @@ class StepLoop:
         self.stats.plans[header.kind.name.lower()] += 1
         self.stats.dual_batch_plans += header.dual_batch
         self.workers.send(header, [body for body, _ in plans])
-        self._written = header.epoch
+        self._between.written = header.epoch
         if self.experts:
             self.experts.sent(header, now)
 
@@ -364,10 +354,12 @@ class StepLoop:
 
     def start(self, group: Group, workers: Workers, polls: Polls | None = None) -> None:
         """A group has formed under a new epoch: counters at 0, and empty caches but for ranks that have kept what this shard's last
-        plans left there. What waits is planned at once, and what ran in the epoch before goes on. `workers` are those of the group's `ranks`, which this shard drives; `polls` is where it votes."""
+        plans left there. What waits is planned at once, and what ran in the epoch before goes on. `workers` are those of the
+        group's `ranks`, which this shard drives; `polls` is where it votes. ConfigError: the settings do not fit the workers."""
+        self._check_experts(group)
         kv = group.facts.groups[0]
         settings = self.settings
-        self.group, self.workers, self._polls, self._lost = group, workers, polls or Alone(), None
+        self.group, self.workers, self._polls = group, workers, polls or Alone()
         self._alone = len(group.ranks) == group.dp
         self.limits = Limits(
             max_rows=group.max_rows,
@@ -377,7 +369,8 @@ class StepLoop:
             watermark=settings.watermark,
             attention_span=settings.attention_span,
         )
-        before, kept = self.ranks, self._kept_by(group)
+        before, kept, same_model = self.ranks, self._between.kept(group), self._between.same_model(group)
+        self._between.end()
         self.ranks = [
             new_rank(i, kv.num_blocks, kv.block_size, group.max_rows, group.facts.generated_reusable)
             for i in range(len(group.ranks))
@@ -391,39 +384,28 @@ class StepLoop:
         self._inflight.clear()
         self.pace = Pace()
         self.experts = self._rebalancer(group)
-        if settings.dual is not None and not group.facts.moe_layers:
-            raise ConfigError(
-                "--enable-dbo: the workers share out no routed experts, so that nothing travels in a step"
-            )
         self._set_rules()
         self._last_booked = self._clock.now()
+        if not same_model:
+            model = f"{group.facts.model}, configuration {group.facts.config_hash}"
+            self.requests.end_all(Unavailable(f"the group has formed again with another model ({model})"))
         self.requests.enter(group, self.limits, self.ranks, self.slots)
         self._books.enter(self.ranks, self.slots)
         self.advance()
 
-    def _kept_by(self, group: Group) -> list[int]:
-        """Ranks whose caches are as this shard knows them from the group before.
-
-        What it knows is true: a key stands for what a booked plan has written (`stop` retracts the others), and a driver reports a
-        step that all workers of its rank have written, since its tokens come of what each of them attended to.
-        """
-        before = self._before
-        if (
-            before is None
-            or not group.kept
-            or (before.ranks, before.dp, before.cp) != (group.ranks, group.dp, group.cp)
-        ):
-            return []
-        was, now = before.facts, group.facts
-        if (was.config_hash, was.weights_epoch, was.groups) != (now.config_hash, now.weights_epoch, now.groups):
-            return []
-        return [i for i, rank in enumerate(group.ranks) if group.kept[rank] == self._written > 0]
-
-    def _rebalancer(self, group: Group) -> Rebalancer | None:
-        if not group.facts.moe_layers and self.settings.eplb.enabled:
+    def _check_experts(self, group: Group) -> None:
+        if group.facts.moe_layers:
+            return
+        if self.settings.eplb.enabled:
             raise ConfigError(
                 "--enable-eplb: the workers count no loads of routed experts, so there is nothing to move"
             )
+        if self.settings.dual is not None:
+            raise ConfigError(
+                "--enable-dbo: the workers share out no routed experts, so that nothing travels in a step"
+            )
+
+    def _rebalancer(self, group: Group) -> Rebalancer | None:
         if not group.facts.moe_layers or group.ranks.start:
             return None
         return Rebalancer(group.facts, group.dp * group.cp, group.dp, self.settings.eplb)
@@ -438,14 +420,13 @@ class StepLoop:
                 if not flight.complete[rank.index]:
                     rank.pool.retract(flight.published[rank.index])
         self._books.abandon(self._position.seq - 1, error)
-        self._before = self.group
-        self._lost = Lost(self.group, error, self._clock.now() + self.settings.reform_timeout)
+        self._between.lose(self.group, error, self._clock.now())
         self.group = self._cast = None
 
     @property
     def known(self) -> Group | None:
         """The group that is formed, or that was and forms again."""
-        return self.group or (self._lost.group if self._lost else None)
+        return self.group or (self._between.lost if self.reforming else None)
 
     @property
     def ready(self) -> bool:
@@ -454,17 +435,11 @@ class StepLoop:
 
     @property
     def reforming(self) -> bool:
-        return self._lost is not None
+        return self._between.reforming
 
-    def _give_up(self) -> None:
-        """Ends everything when a lost group has had its time to form again."""
-        lost, timeout = self._lost, self.settings.reform_timeout
-        if lost is None or self._clock.now() < lost.until:
-            return
-        self._lost = None
-        self.requests.end_all(
-            Unavailable(f"{lost.error.message}; the group has not formed again within {timeout:.0f} s")
-        )
+    def hindered(self, why: str) -> None:
+        """The group has tried to form again, and could not."""
+        self._between.hindered = why
 
     # -- requests -------------------------------------------------------------------------------------------------------
 
@@ -505,7 +480,9 @@ class StepLoop:
         """What time alone brings about; call it a few times a second. Returns an error if the workers are silent too long."""
         self.requests.expire()
         if self.group is None:
-            self._give_up()
+            if error := self._between.overdue(self._clock.now()):
+                self._between.end()
+                self.requests.end_all(error)
             return None
         if not self._inflight:
             for rank in self.ranks:

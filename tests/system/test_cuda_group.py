@@ -86,11 +86,37 @@ def test_two_gpus_over_nccl(model: Path, expected: list[Answer], dp: int, cp: in
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 @pytest.mark.parametrize(("dp", "cp"), GROUPS)
-def test_a_killed_peer_frees_the_replay_that_waits_for_it(model: Path, dp: int, cp: int) -> None:
-    """The survivor is inside captured collectives when its peer dies. It keeps its weights and serves with a new peer."""
+def test_two_gpus_that_write_into_each_others_memory(model: Path, expected: list[Answer], dp: int, cp: int) -> None:
+    found = answers(model, dp, cp, "cuda", all2all_backend="symmetric")
+    assert_close(found, expected, f"{dp} x {cp}, symmetric")
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+def test_symmetric_memory_gives_the_bits_of_all_to_all(tmp_path: Path) -> None:
+    model = make_tiny_moe(tmp_path / "model", form="qwen3-moe", shape=SHAPE)
+    ways = [
+        answers(model, 2, 1, "cuda", all2all_backend=name, deterministic="on") for name in ("symmetric", "all_to_all")
+    ]
+    assert [(answer.tokens, answer.logprobs) for answer in ways[0]] == [
+        (answer.tokens, answer.logprobs) for answer in ways[1]
+    ]
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("backend", ["all_to_all", "symmetric"])
+@pytest.mark.parametrize(("dp", "cp"), GROUPS)
+def test_a_killed_peer_frees_the_replay_that_waits_for_it(model: Path, dp: int, cp: int, backend: str) -> None:
+    """The survivor is inside captured collectives when its peer dies. It keeps its weights and serves with a new peer, which has
+    joined fewer groups than itself."""
 
     async def run() -> None:
-        flags = {"device": "cuda", "dtype": "bfloat16", "max_num_seqs": 8, "kv_cache_memory_gb": 0.5}
+        flags = {
+            "device": "cuda",
+            "dtype": "bfloat16",
+            "max_num_seqs": 8,
+            "kv_cache_memory_gb": 0.5,
+            "all2all_backend": backend,
+        }
         group = {"coupled": dp, "cp": cp, "gpus": GPUS, "scheduler": {"max_num_seqs": 8, "max_window": 16}}
         async with stack(model, worker=flags, with_router=False, **group) as s, s.session() as session:
             request = session.submit([3, 4, 5], Sampling(max_tokens=900))
@@ -104,7 +130,7 @@ def test_a_killed_peer_frees_the_replay_that_waits_for_it(model: Path, dp: int, 
             s.workers[1].start()
             await wait_serving(s.workers[1].address, timeout=60)
             await s.until_ready()
-            print(f"{dp} x {cp}: serves again {time.monotonic() - killed:.1f} s after its peer was killed")
+            print(f"{dp} x {cp}, {backend}: serves again {time.monotonic() - killed:.1f} s after its peer was killed")
             async with s.session() as again:
                 answer = await again.submit([3, 4, 5], Sampling(max_tokens=8)).answer()
             assert len(answer.tokens[0]) == 8 and s.workers[0].running.returncode is None

@@ -47,8 +47,9 @@ def _until_told(
     inside = rank < SIZE
     missing = 1
     waited = tl.zeros((), tl.int64)
+    longest = waited + limit
     start = globaltimer().to(tl.int64) if CLOCK else waited
-    while (missing != 0) & (waited < limit):
+    while (missing != 0) & (waited < longest):
         told = tl.atomic_add(flags + KIND * SIZE + rank, 0, mask=inside, sem="acquire", scope="sys")
         missing = tl.sum(tl.where(inside & (told - epoch < 0), 1 << rank, 0))
         if CLOCK:
@@ -56,7 +57,7 @@ def _until_told(
         else:
             waited += 1
         if tl.load(failed, volatile=True) != 0:
-            waited = limit
+            waited = longest
     if missing != 0:
         tl.atomic_or(failed, missing)
         tl.store(fault, missing)
@@ -212,14 +213,15 @@ def add_results(
     pdl = dependent.supported(plus.device) if pdl is None else pdl
     block = min(triton.next_power_of_2(hidden), BLOCK)
     out = torch.empty_like(plus)
-    one = torch.empty(1, hidden, dtype=plus.dtype, device=plus.device)  # what a rank without a token makes
-    none = ids.new_full((1, ids.shape[1]), -1)
-    given = (ids, plus, out) if tokens else (none, one, one)
+    given = ids, plus, then, out
+    if tokens == 0:
+        one = torch.empty(1, hidden, dtype=plus.dtype, device=plus.device)
+        given = ids.new_full((1, ids.shape[1]), -1), one, None, one
     _add_results[(max(1, tokens), triton.cdiv(hidden, block))](
-        given[0], given[1], then if tokens else None, mine.results, given[2], mine.flags, state.counters, state.failed, state.fault,
-        peers.limit, capacity, SIZE=size, LOCAL=peers.local, HIDDEN=hidden, CHOSEN=ids.shape[1],
+        *given[:3], mine.results, given[3], mine.flags, state.counters, state.failed, state.fault, peers.limit, capacity,
+        SIZE=size, LOCAL=peers.local, HIDDEN=hidden, CHOSEN=ids.shape[1],
         WIDE=triton.next_power_of_2(ids.shape[1]), RANKS=triton.next_power_of_2(size), APART=peers.apart,
-        LAST=then is not None and tokens > 0, BLOCK=block, CLOCK=plus.is_cuda if clock is None else clock, PDL=pdl,
+        LAST=given[2] is not None, BLOCK=block, CLOCK=plus.is_cuda if clock is None else clock, PDL=pdl,
         num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return out

@@ -192,9 +192,11 @@ class Group:
     def close(self) -> None:
         self._on_close()
         for waiting in self._on_device:
-            waiting.close()
+            waiting.abort()
         for communicator in (self.world, self.cp, self.control, self.everybody):
             communicator.close()
+        for waiting in self._on_device:  # nothing on the device waits any more
+            waiting.close()
 
 
 def form(

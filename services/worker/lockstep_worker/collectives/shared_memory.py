@@ -60,7 +60,7 @@ def share_memory(group: Group, nbytes: int, device: torch.device) -> SharedMemor
 
 
 def _map(world: Any, nbytes: int, device: torch.device) -> SharedMemory:
-    from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
+    from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory, _unregister_process_group
     from torch.distributed import _symmetric_memory as symmetric
 
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
@@ -74,7 +74,12 @@ def _map(world: Any, nbytes: int, device: torch.device) -> SharedMemory:
         ranks = ProcessGroup(store, world.rank, world.size)
         _register_process_group(name, ranks)
         try:
-            handle = symmetric.rendezvous(mine, name)
+            handle = _SymmetricMemory.rendezvous(mine, name)
+        except RuntimeError as error:
+            if "group info" not in str(error):
+                raise
+            _SymmetricMemory.set_group_info(name, world.rank, world.size, store)  # as earlier releases of torch want it
+            handle = _SymmetricMemory.rendezvous(mine, name)
         finally:
             _unregister_process_group(name)
         parts = [

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore
 
 from lockstep_common.errors import Unsupported
-from lockstep_worker.collectives import Group, SharedMemory, share_memory
+from lockstep_worker.collectives import Group, OverHost, SharedMemory, share_memory, shared_memory
 from lockstep_worker.collectives.shared_memory import Renumbered
 from lockstep_worker.exchange import DEDUPLICATED, EXPANDED
 from lockstep_worker.exchange.all_to_all import AllToAll
@@ -136,6 +137,47 @@ def test_ranks_without_nccl_share_no_memory() -> None:
             share_memory(group, 16, torch.device("cpu"))
 
     run_ranks(2, 1, work)
+
+
+@pytest.mark.parametrize("failing", [0, 1, None])
+def test_memory_is_shared_by_all_ranks_or_by_none(monkeypatch: pytest.MonkeyPatch, failing: int | None) -> None:
+    def mapped(world: Any, nbytes: int, device: torch.device) -> SharedMemory:
+        if world.rank == failing:
+            raise KeyError("no such mapping")
+        return SharedMemory([torch.zeros(nbytes, dtype=torch.uint8)] * 2)
+
+    monkeypatch.setattr(shared_memory, "OverNccl", OverHost)  # as if NCCL joined them
+    monkeypatch.setattr(shared_memory, "_map", mapped)
+
+    def work(group: Group) -> str:
+        try:
+            return str(len(share_memory(group, 16, torch.device("cpu")).parts))
+        except Unsupported as error:
+            return error.message
+
+    found = run_ranks(2, 1, work)
+    if failing is None:
+        assert found == ["2", "2"]
+    else:
+        assert "no such mapping" in found[failing] and "another worker could not map it" in found[1 - failing]
+
+
+def test_workers_of_several_machines_share_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "OverNccl", OverHost)
+    names = iter(range(2))
+    monkeypatch.setattr(shared_memory, "_machine", lambda: torch.tensor([next(names)]))
+
+    def work(group: Group) -> None:
+        with pytest.raises(Unsupported, match="within one machine"):
+            share_memory(group, 16, torch.device("cpu"))
+
+    run_ranks(2, 1, work)
+
+
+def test_what_takes_too_long_is_given_up() -> None:
+    over = threading.Event()
+    assert shared_memory._within(0.05, over.wait) == "not mapped within 0.05 s"
+    over.set()
 
 
 def test_keys_of_ranks_that_have_counted_differently_meet() -> None:

@@ -133,7 +133,7 @@ def _within(seconds: float, work: Any) -> str:
     def guarded() -> None:
         try:
             work()
-        except (RuntimeError, ImportError, AttributeError, TypeError) as error:
+        except Exception as error:  # whatever it is, all ranks must learn of it
             problems.append(str(error).partition("\n")[0] or repr(error))
 
     thread = threading.Thread(target=guarded, name="shared memory", daemon=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +31,10 @@ from lockstep_worker.exchange.layer import ShardedExperts, ShardedLayers, Shared
 from lockstep_worker.exchange.moves import exchange_experts, plan_moves
 from lockstep_worker.exchange.placement import Placement, Sharding, spread_of
 from lockstep_worker.experts import Experts
+from lockstep_worker.graphs import CAPTURED
+from lockstep_worker.graphs import bucket_sizes as decode_sizes
 from lockstep_worker.models.decoder import Tokens
+from lockstep_worker.prefill_graphs import EXCHANGED_BYTES, bucket_sizes
 from lockstep_worker.protocol import GroupLost
 from lockstep_worker.weights import Checkpoint
 from tests.ranks import run_ranks
@@ -207,19 +210,36 @@ def test_rows_that_are_not_live_go_nowhere_and_loads_count_the_others() -> None:
 
 
 def test_memory_is_set_aside_for_tokens_on_their_way(caplog: pytest.LogCaptureFixture) -> None:
-    """For captured steps what they take, for prefill passes what equally busy experts take; the log says both."""
+    """For captured steps and passes what they take, for other prefill passes what equally busy experts take; the log says all."""
     layers = Layer.drawn(ROUTINGS["softmax"]).sharded(Sharding(4, 0))
-    sizes = memory.Sizes(block_size=16, max_rows=1 << 14, max_model_len=64, max_batched_tokens=1 << 17)
-    shape = (4, sizes.max_rows, HIDDEN, 2, torch.float32)
-    captured = bytes_held(*shape, captured=True, apart=False)
-    prefill = bytes_held(4, sizes.max_batched_tokens, *shape[2:], captured=False, apart=False)
-    model: Any = SimpleNamespace(experts=layers)
+    sizes = memory.Sizes(block_size=16, max_rows=1 << 14, max_model_len=64, max_batched_tokens=1 << 20)
+    shape = (HIDDEN, 2, torch.float32)
+    captured = bytes_held(4, sizes.max_rows, *shape, captured=True, apart=False)
+    prefill = bytes_held(4, sizes.max_batched_tokens, *shape, captured=False, apart=False)
+    model: Any = SimpleNamespace(experts=layers, captures_prefill=True)
+    buckets = bucket_sizes(model, sizes.max_batched_tokens, cp=1)
+    passes = [bytes_held(4, tokens, *shape, captured=True, apart=False) for tokens in buckets]
+    assert max(passes) <= EXCHANGED_BYTES < bytes_held(4, 1 << 20, *shape, captured=True, apart=False)
     with caplog.at_level("INFO"):
-        assert memory._exchange_bytes(model, sizes, captured=True) == captured + prefill
-    assert f"{captured / 2**30:.2f} GiB in captured decode steps, {prefill / 2**30:.2f} in prefill" in caplog.text
+        assert memory._exchange_bytes(model, sizes, captured=True) == captured + sum(passes) + prefill
+    assert f"{captured / 2**30:.2f} GiB in captured decode steps, {sum(passes) / 2**30:.2f} in captured" in caplog.text
+    assert f"{prefill / 2**30:.2f} in other prefill passes" in caplog.text
     assert "up to 2.0 times as much" in caplog.text, "all four ranks' tokens, and not two of four"
     assert memory._exchange_bytes(model, sizes, captured=False) == prefill
+    assert memory._exchange_bytes(model, replace(sizes, cp=2), captured=True) == captured + prefill
     assert memory._exchange_bytes(SimpleNamespace(experts=None), sizes, captured=True) == 0  # type: ignore[arg-type]
+
+
+def test_memory_is_set_aside_for_halved_steps_and_captured_passes() -> None:
+    sizes = memory.Sizes(block_size=16, max_rows=64, max_model_len=64, max_batched_tokens=300)
+    layers = Layer.drawn(ROUTINGS["softmax"]).sharded(Sharding(4, 0))
+    whole: Any = SimpleNamespace(experts=None, captures_prefill=True, vocab_size=100)
+    shared: Any = SimpleNamespace(experts=layers, captures_prefill=True, vocab_size=100)
+    logits, decode, peak = 2 * 64 * 100 * 4, len(decode_sizes(64)) * len(CAPTURED), 1000
+    a_step = memory._GRAPH_BYTES
+    assert memory._captured_bytes(whole, sizes, peak) == (decode + 7) * a_step + logits + peak
+    assert memory._captured_bytes(shared, sizes, peak) == (2 * decode + 7) * a_step + logits + peak
+    assert memory._captured_bytes(shared, replace(sizes, cp=2), peak) == 2 * decode * a_step + logits
 
 
 def random_placement(rng: np.random.Generator, experts: int, slots: int) -> U32:

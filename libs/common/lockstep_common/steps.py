@@ -34,6 +34,8 @@ MAX_ROWS: Final = 1 << ROW_BITS
 
 MAX_LOGPROBS: Final = 20  # the most best tokens that a token's log probabilities can come with
 MAX_PROMPT_SCORES: Final = 1 << 17  # numbers that the scores of a request's prompts may be: tokens x (n + 1)
+MAX_STOP_IDS: Final = 32  # ids that end a choice, the model's own included
+MAX_BIASES: Final = 1024  # tokens whose logits a request changes
 
 
 class Flag(enum.IntFlag):

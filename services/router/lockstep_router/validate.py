@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from lockstep_common.errors import ConfigError, InvalidRequest, NotFound
-from lockstep_common.steps import MAX_LOGPROBS, MAX_PROMPT_SCORES, Sampling
+from lockstep_common.steps import MAX_BIASES, MAX_LOGPROBS, MAX_PROMPT_SCORES, MAX_STOP_IDS, Sampling
 from lockstep_router.fields import Fields, as_integer, encodable
 from lockstep_router.output import OutputRules
 from lockstep_router.prompts import (
@@ -40,8 +40,6 @@ T = TypeVar("T")
 MAX_CHOICES: Final = 512  # of all prompts of a request together
 MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 256
-MAX_STOP_IDS: Final = 32
-MAX_BIASES: Final = 1024
 COMPLETION_MAX_TOKENS: Final = 16  # OpenAI's default; a chat's is the rest of the context
 INLINE_CHARS: Final = 4096  # longer texts are tokenised beside the event loop
 

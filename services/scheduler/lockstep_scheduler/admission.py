@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lockstep_common.errors import ContextLengthExceeded, InvalidRequest, Overloaded, Unsupported
-from lockstep_common.steps import MAX_LOGPROBS, MAX_PROMPT_SCORES, U32, Sampling
+from lockstep_common.steps import MAX_BIASES, MAX_LOGPROBS, MAX_PROMPT_SCORES, MAX_STOP_IDS, U32, Sampling
 from lockstep_scheduler.blocks import BlockPool
 from lockstep_scheduler.ranks import Limits
 
@@ -19,6 +19,7 @@ def check_possible(
         raise InvalidRequest(f"n must be between 1 and {limits.max_rows}", param="n")
     if sampling.max_tokens < 1:
         raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
+    _check_tables(sampling, vocab_size)
     if sampling.prompt_logprobs > MAX_LOGPROBS:
         raise InvalidRequest(f"prompt_logprobs must be at most {MAX_LOGPROBS}", param="prompt_logprobs")
     if len(prompt) * (sampling.prompt_logprobs + 1) > MAX_PROMPT_SCORES:
@@ -45,6 +46,18 @@ def check_room(waiting: int, n: int, max_waiting: int) -> None:
 def total_tokens(prompt: U32, sampling: Sampling, limits: Limits) -> int:
     """Prompt and generated tokens at which a choice ends."""
     return min(len(prompt) + sampling.max_tokens, limits.max_model_len)
+
+
+def _check_tables(sampling: Sampling, vocab_size: int) -> None:
+    """Workers have room for so many in each row, and look biases up in the logits."""
+    for name, count, most in (
+        ("stop_ids", len(sampling.stop_ids), MAX_STOP_IDS),
+        ("bias", len(sampling.bias), MAX_BIASES),
+    ):
+        if count > most:
+            raise InvalidRequest(f"{name} has {count} tokens, at most {most} are possible", param=name)
+    if (largest := max((token for token, _ in sampling.bias), default=0)) >= vocab_size:
+        raise InvalidRequest(f"bias: token id {largest} is out of vocabulary", param="bias")
 
 
 def _check_prompt(prompt: U32, vocab_size: int, max_model_len: int) -> None:

@@ -21,7 +21,6 @@ from lockstep_worker.config import WorkerConfig
 from lockstep_worker.driver import Driver
 from lockstep_worker.exchange.backends import choose_backend
 from lockstep_worker.exchange.placement import WHOLE, Sharding
-from lockstep_worker.graphs import captures
 from lockstep_worker.metrics import expose
 from lockstep_worker.models import Model, load_model
 from lockstep_worker.null import NullModel, NullSampler
@@ -145,12 +144,12 @@ def _loading(name: str, progress: Callable[[float, str], None]) -> Callable[[flo
 
 def _kv_blocks(settings: WorkerConfig, model: Model, sizes: memory.Sizes, device: torch.device, graphs: bool) -> int:
     if device.type == "cpu" or settings.null_step_ms >= 0:
-        return memory.kv_blocks_on_cpu(model.kv_specs(), sizes, settings.kv_cache_memory_gb)
+        return memory.kv_blocks_on_cpu(model.kv_specs(), sizes, model.vocab_size, settings.kv_cache_memory_gb)
     return memory.kv_blocks_on_cuda(
         model,
         sizes,
         device,
-        graphs=captures(sizes.max_rows) if graphs else 0,
+        graphs=graphs,
         memory_gb=settings.kv_cache_memory_gb,
         utilization=settings.gpu_memory_utilization,
     )

@@ -65,13 +65,14 @@ class Undivided:
 
     def kept(self, rows: int) -> Kept | None:
         """Of `rows` rows; None: all."""
-        index = self.inputs.logits_index
+        index, mine = self.inputs.logits_index, self.inputs.logits_live
         if self.inputs.kind is Kind.DECODE and len(index) == len(self.token_ids):
             return None
         twice = _at_least_two(index, rows)
-        if len(twice) == len(index) or not self._routed_once:
-            return Kept(twice, None)
-        return Kept(twice, torch.arange(len(twice), device=index.device) < len(index))
+        if len(twice) > len(index) and (self._routed_once or mine is not None):
+            mine = torch.ones_like(index, dtype=torch.bool) if mine is None else mine
+            mine = torch.nn.functional.pad(mine, (0, 1))
+        return Kept(twice, mine)
 
     def wanted(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, d], in the order of logits_index, of the kept rows of hidden states."""

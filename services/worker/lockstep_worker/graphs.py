@@ -45,9 +45,9 @@ def bucket_sizes(max_rows: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < max_rows), max_rows)
 
 
-def captures(max_rows: int) -> int:
-    """How many steps are captured."""
-    return len(bucket_sizes(max_rows)) * len(CAPTURED)
+def captures(max_rows: int, *, halved: bool) -> int:
+    """How many steps are captured; halved: each also as two halves."""
+    return len(bucket_sizes(max_rows)) * len(CAPTURED) * (2 if halved else 1)
 
 
 class DecodeGraphs:
@@ -65,9 +65,9 @@ class DecodeGraphs:
         self._steps = 0  # the same count on the host
         self._listed = np.zeros(0, np.int64)
         self._replays: dict[tuple[int, Variant, bool], Replay] = {}  # by rows, sampling, and whether in two halves
-        self._revision = -1
         self._uses: Counter[tuple[int, bool]] | None = None  # plans of a size, while steps are captured by use
-        self.pool: Any = None  # of memory that all graphs share
+        # Of memory that all graphs share, those of prefill passes too.
+        self.pool: Any = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def capture(self) -> None:
         """Captures all buckets and variants, the largest first, so that the smaller ones share its memory. Steps in two halves wait
@@ -81,7 +81,6 @@ class DecodeGraphs:
                     self._replays[size, variant, False] = self._capture(size, variant, dual=False)
         finally:
             gc.unfreeze()
-        self._revision = self._rows.sampling.revision
         log.info(
             "captured decode graphs of %s rows in %.1f s, %.2f GiB",
             ", ".join(map(str, self.sizes)),
@@ -91,7 +90,7 @@ class DecodeGraphs:
 
     def wait_for_use(self) -> None:
         """Instead of `capture`: nothing is captured until `used` says so."""
-        self._uses, self._revision = Counter(), self._rows.sampling.revision
+        self._uses = Counter()
 
     def used(self, size: int, *, dual: bool) -> bool:
         """Whether the steps of a plan of this size are replayed; to be asked once a plan. With `wait_for_use` the first
@@ -108,11 +107,6 @@ class DecodeGraphs:
         """The bucket for so many rows; a group's bucket may be rounded up beyond the rows that there are."""
         return next(size for size in self.sizes if size >= min(rows, self.sizes[-1]))
 
-    @property
-    def stale(self) -> bool:
-        """Whether sampling tables have grown, and so moved, since steps were captured over the old ones."""
-        return self._revision != self._rows.sampling.revision
-
     def make_ready(self, size: int, *, dual: bool) -> None:
         """Captures what was not of the steps of this size. All workers of a group do this together, whichever variant each of
         them replays: before a step is captured it runs, with all its exchanges."""
@@ -125,7 +119,7 @@ class DecodeGraphs:
         """
         if not np.array_equal(rows, self._listed):
             self._list(rows)
-        self._replay(size, variant, dual)()
+        self._captured(size, variant, dual)()
         words = self._ring[self._steps % RING_STEPS, : len(rows)]
         self._steps += 1
         return words
@@ -135,13 +129,6 @@ class DecodeGraphs:
         index[: len(rows)] = rows
         self._index.copy_(self._rows.to_device(index), non_blocking=True)
         self._listed = rows
-
-    def _replay(self, size: int, variant: Variant, dual: bool) -> Replay:
-        """Sampling tables that grew have moved: what was captured over the old ones is captured again when it is used."""
-        if self.stale:
-            self._replays.clear()
-            self._revision = self._rows.sampling.revision
-        return self._captured(size, variant, dual)
 
     def _captured(self, size: int, variant: Variant, dual: bool) -> Replay:
         if (replay := self._replays.get((size, variant, dual))) is None:
@@ -167,7 +154,6 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             step()
-        self.pool = graph.pool()
         self._index.copy_(listed)
         self._cursor.copy_(counted)
         return graph.replay

@@ -17,8 +17,9 @@ class StepInputs:
     With `scored`, the last of these S are needed for that; all before them sample.
 
     A decode step has T = B = S (one token a sequence). A prefill pass has the chunks one after the other; only a chunk
-    that reaches the end of its row's tokens needs logits. A placeholder has T = B = S = 0. In a captured decode step the host
-    knows no lengths: query_lens and host_seq_lens are empty, block tables are as wide as rows have them.
+    that reaches the end of its row's tokens needs logits. A placeholder has T = B = S = 0. In a captured step the host knows no
+    lengths: query_lens and host_seq_lens are empty, block tables are as wide as rows have them; in a captured prefill pass the
+    last tokens, sequences and rows of logits_index may be nobody's.
 
     Ranks that keep sequences together (context parallelism) have the same inputs but for the slots: a token's is 0, in the null
     block, on all ranks but the one that keeps it. An entry of a block table then stands for a block on each of them.
@@ -39,6 +40,7 @@ class StepInputs:
     live: torch.Tensor | None = (
         None  # [T] bool: tokens of rows that are alive; None: all. Others are routed to no expert
     )
+    logits_live: torch.Tensor | None = None  # [S] bool: rows of logits_index that are needed; None: all
     scored: Scored | None = None
     expert_rows: int = 0  # host: the most tokens that any rank brings to its experts, as all ranks know; 0: none knows
     dual_batch: bool = False  # host: all ranks compute the pass as two halves that take turns, see `overlap`

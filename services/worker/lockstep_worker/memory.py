@@ -12,10 +12,13 @@ import torch
 
 from lockstep_common.errors import ConfigError
 from lockstep_common.steps import Kind
+from lockstep_worker import sampling
 from lockstep_worker.context import bytes_held
+from lockstep_worker.graphs import captures
 from lockstep_worker.inputs import StepInputs
 from lockstep_worker.kv import KvCache, KvSpec
 from lockstep_worker.models import Model
+from lockstep_worker.prefill_graphs import bucket_sizes
 from lockstep_worker.scoring import rehearse
 
 log = logging.getLogger(__name__)
@@ -25,7 +28,6 @@ _TOKENS_A_ROW: Final = 2048  # that the CPU's default has room for
 _GRAPH_BYTES: Final = 16 << 20  # of one captured step, beside what all of them share
 _FLOAT_BYTES: Final = 4
 _TOKEN_BYTES: Final = 8
-_COUNT_BYTES: Final = 5  # int32 of the output, bool of the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +51,9 @@ class Sizes:
         return 1 + -(-self.max_model_len // self.block_tokens)
 
 
-def kv_blocks_on_cpu(specs: Sequence[KvSpec], sizes: Sizes, memory_gb: float) -> int:
+def kv_blocks_on_cpu(specs: Sequence[KvSpec], sizes: Sizes, vocab_size: int, memory_gb: float) -> int:
     """Blocks of the KV cache with the null block; logs what went where. ConfigError if not even one sequence fits."""
+    rows = _row_bytes(sizes, vocab_size)
     per_block = sum(spec.bytes_per_block(sizes.block_size) for spec in specs)
     free, total = _host_memory()
     tokens = min(sizes.max_model_len, _TOKENS_A_ROW)
@@ -58,18 +61,18 @@ def kv_blocks_on_cpu(specs: Sequence[KvSpec], sizes: Sizes, memory_gb: float) ->
         blocks, why = int(memory_gb * GIB) // per_block, f"{memory_gb:g} GiB as set"
     else:
         wanted = max(sizes.least_blocks, 1 + sizes.max_rows * -(-tokens // sizes.block_tokens))
-        blocks = min(wanted, total // 4 // per_block)
-        why = f"{sizes.max_rows} rows of {tokens} tokens, at most a quarter of the memory"
+        blocks = min(wanted, max(0, total // 4 - rows) // per_block)
+        why = f"{sizes.max_rows} rows of {tokens} tokens, at most a quarter of the memory with all that rows may take"
     log.info("memory: %.2f of %.2f GiB free with the weights loaded", free / GIB, total / GIB)
     return _checked(blocks, per_block, sizes, why, "lower max_model_len or raise kv_cache_memory_gb")
 
 
 def kv_blocks_on_cuda(
-    model: Model, sizes: Sizes, device: torch.device, *, graphs: int, memory_gb: float, utilization: float
+    model: Model, sizes: Sizes, device: torch.device, *, graphs: bool, memory_gb: float, utilization: float
 ) -> int:
     """As above, after a pass of the largest size has shown what activations take.
 
-    graphs: how many steps will be captured; utilization: share of the device's memory that this process may use. What other
+    graphs: steps will be captured; utilization: share of the device's memory that this process may use. What other
     processes hold counts as used.
     """
     specs = model.kv_specs()
@@ -84,11 +87,8 @@ def kv_blocks_on_cuda(
             f"no memory for a prefill pass of {sizes.max_batched_tokens} tokens beside {weights / GIB:.2f} GiB of weights: "
             f"lower max_num_batched_tokens ({error})"
         ) from None
-    logits = 2 * sizes.max_rows * model.vocab_size * _FLOAT_BYTES
-    captured = (
-        graphs * _GRAPH_BYTES + logits + peak if graphs else 0
-    )  # a captured prefill pass has activations of its own
-    exchanged = _exchange_bytes(model, sizes, captured=graphs > 0)
+    captured = _captured_bytes(model, sizes, peak) if graphs else 0
+    exchanged = _exchange_bytes(model, sizes, captured=graphs)
     shared = bytes_held(sizes.cp, specs, sizes.block_size, sizes.max_batched_tokens) if sizes.cp > 1 else 0
     rows = _row_bytes(sizes, model.vocab_size)
     budget = int(total * utilization) - (total - free) - peak - captured - rows - exchanged - shared
@@ -119,25 +119,48 @@ def kv_blocks_on_cuda(
 
 
 def _row_bytes(sizes: Sizes, vocab_size: int) -> int:
-    """Of the rows' tokens, and of their counts of tokens seen, which penalties need."""
-    return (sizes.max_rows + 1) * (_TOKEN_BYTES * sizes.max_model_len + _COUNT_BYTES * vocab_size)
+    """Of the rows' tokens, and of what they may ask of sampling."""
+    entries = sizes.max_rows + 1  # with the scratch row
+    tokens, tables = entries * _TOKEN_BYTES * sizes.max_model_len, entries * sampling.bytes_a_row(vocab_size)
+    log.info(
+        "rows: %.2f GiB for tokens of %d rows, %.2f for their stop ids, biases and counts of %d tokens of the vocabulary",
+        tokens / GIB,
+        sizes.max_rows,
+        tables / GIB,
+        vocab_size,
+    )
+    return tokens + tables
+
+
+def _captured_bytes(model: Model, sizes: Sizes, peak: int) -> int:
+    """Of captured steps: halved ones too where tokens travel, and prefill passes, whose activations (`peak` at most) are their own."""
+    decode = captures(sizes.max_rows, halved=model.experts is not None)
+    prefill = len(bucket_sizes(model, sizes.max_batched_tokens, cp=sizes.cp))
+    log.info("steps to be captured: at most %d of decode and %d prefill passes", decode, prefill)
+    logits = 2 * sizes.max_rows * model.vocab_size * _FLOAT_BYTES
+    return (decode + prefill) * _GRAPH_BYTES + logits + (peak if prefill else 0)
 
 
 def _exchange_bytes(model: Model, sizes: Sizes, *, captured: bool) -> int:
-    """For experts on other workers: what prefill passes take if experts are equally busy, and captured decode steps always."""
+    """For experts on other workers: what prefill passes take if experts are equally busy, and captured steps always."""
     if model.experts is None:
         return 0
-    experts = model.experts
+    experts, passes = model.experts, 0
     decode = experts.exchange_bytes(sizes.max_rows, captured=True) if captured else 0
+    if captured:  # they share memory with each other only where that came free in time
+        buckets = bucket_sizes(model, sizes.max_batched_tokens, cp=sizes.cp)
+        passes = sum(experts.exchange_bytes(tokens, captured=True) for tokens in buckets)
     prefill = experts.exchange_bytes(sizes.max_batched_tokens, captured=False)
     log.info(
-        "experts on other workers: tokens on their way take %.2f GiB in captured decode steps, %.2f in prefill passes if experts "
-        "are equally busy, and up to %.1f times as much on a rank whose experts are busier (that is not set aside)",
+        "experts on other workers: tokens on their way take %.2f GiB in captured decode steps, %.2f in captured prefill passes, "
+        "%.2f in other prefill passes if experts are equally busy, and up to %.1f times as much on a rank whose experts are busier "
+        "(that is not set aside)",
         decode / GIB,
+        passes / GIB,
         prefill / GIB,
         experts.most_over_equal,
     )
-    return decode + prefill
+    return decode + passes + prefill
 
 
 def _checked(blocks: int, per_block: int, sizes: Sizes, why: str, knobs: str) -> int:

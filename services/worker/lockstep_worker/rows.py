@@ -344,7 +344,7 @@ class Rows:
             self.alive[index] = batch.alive
 
     def state(self) -> post_update.RowState:
-        """What a captured step changes. Its tensors stay where they are while `sampling.revision` does."""
+        """What a captured step changes."""
         return post_update.RowState(
             last=self.last,
             lengths=self.lengths,

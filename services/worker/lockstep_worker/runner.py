@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +42,7 @@ from lockstep_worker.exchange.layer import LoadsOnTheWay
 from lockstep_worker.graphs import DecodeGraphs
 from lockstep_worker.kv import KvCache
 from lockstep_worker.models import Model
-from lockstep_worker.prefill_graphs import PrefillGraphs
+from lockstep_worker.prefill_graphs import PrefillGraphs, bucket_sizes
 from lockstep_worker.profile import APPLIED, LAUNCHED, Timeline
 from lockstep_worker.protocol import END_BITS, StepResult
 from lockstep_worker.rows import FAULT_BIT, I64, NO_CHUNKS, NO_WORD, Batch, ChunkPass, Rows, row_numbers
@@ -221,8 +221,6 @@ class Runner:
             graphs, variant, self._dual = self._graphs, Variant.EAGER, plan.header.dual_batch
             if graphs is not None and plan.header.kind == Kind.DECODE:
                 variant = self._variant(plan.body.rows)
-                if self._group.coupled and graphs.stale:  # a capture takes all workers, and only this one's tables grew
-                    variant = Variant.EAGER
                 if self._group.coupled and not graphs.used(graphs.size(plan.header.row_bucket), dual=self._dual):
                     variant = Variant.EAGER
                 elif self._dual:
@@ -302,7 +300,9 @@ class Runner:
 
     def _prefill(self, plan: Plan) -> Iterator[StepResult]:
         passes = plan.body.passes
-        for step in range(len(plan.header.micro_chunks)):
+        for step, most in enumerate(plan.header.micro_chunks):
+            if self._group.coupled and self._prefill_graphs is not None and not self._dual:
+                self._expert_rows = self._prefill_graphs.size(most)
             chunks, batch = self._rows.prefill(passes[step] if step < len(passes) else PrefillPass())
             self._step(plan.header.seq, step, chunks, batch)
             self._rows.commit(batch)
@@ -312,12 +312,16 @@ class Runner:
         """One step of the whole group. Without a live token there is nothing to compute, unless others wait for this rank."""
         group = self._group
         self._begin(seq, step)
+        self._expert_rows = 0
         if not any(part.size for part in passes) and not group.coupled:
             self._in_flight.append(self._nothing)
             return
         if group.coupled and self._rows.by_place and batch.kind is Kind.PREFILL:
-            most = group.meet(len(passes))  # where tokens that are computed again have passes of their own
-            passes = (*passes, *[NO_CHUNKS] * (most - len(passes)))
+            # Tokens that are computed again have passes of their own; then nobody replays a captured pass, nor its exchanges.
+            alone = len(passes) == 1 and passes[0].kind is Kind.PREFILL
+            most = group.meet(2 * len(passes) - alone)
+            self._expert_rows = self._expert_rows if most == 1 else 0
+            passes = (*passes, *[NO_CHUNKS] * (-(-most // 2) - len(passes)))
         logits = [self._logits(part) for part in passes]
         sampled = None
         words = batch.no_words
@@ -343,18 +347,13 @@ class Runner:
 
     def _logits(self, part: Batch | ChunkPass) -> torch.Tensor:
         if isinstance(part, Batch):
-            inputs = replace(part.inputs(), expert_rows=self._expert_rows) if self._expert_rows else part.inputs()
-        elif (
-            self._prefill_graphs is not None
-            and not self._dual
-            and not self._rows.scores(part)
-            and (logits := self._prefill_graphs.logits(part)) is not None
-        ):
+            inputs = part.inputs()
+        elif (logits := self._replayed(part)) is not None:
             return logits
         else:
             inputs = self._rows.inputs(part)
-        if self._dual:
-            inputs = replace(inputs, dual_batch=True)
+        if self._dual or self._expert_rows:
+            inputs = replace(inputs, dual_batch=self._dual, expert_rows=self._expert_rows)
         model = self._loaded.model
         hidden = model.forward(inputs, self._kv)
         if (scored := inputs.scored) is not None:
@@ -367,6 +366,13 @@ class Runner:
         self._rows.apply(body)
         for group, blocks in enumerate(body.zeroes):
             if len(blocks):
+    def _replayed(self, part: ChunkPass) -> torch.Tensor | None:
+        """Logits of a captured pass; None: it must be launched."""
+        graphs, agreed = self._prefill_graphs, self._expert_rows
+        if graphs is None or self._dual or (self._group.coupled and not agreed) or self._rows.scores(part):
+            return None
+        return graphs.logits(part, agreed)
+
                 self._kv.zero(group, self._rows.to_device(blocks.astype(np.int64)))
         for group, (sources, destinations) in enumerate(body.copies):
             if len(sources):
@@ -461,7 +467,7 @@ class Runner:
             loaded.model.vocab_size,
             (loaded.block_size * group.cp,) * len(specs),
             Staging(loaded.device),
-            masked=self._lag > 0,
+            masked=self._lag > 0 or loaded.graphs,
             by_place=not loaded.model.generated_reusable,
             most_replayed=max(group.max_rows, _LEAST_REPLAYED) if loaded.device.type == "cuda" else 0,
             cp=group.cp,
@@ -476,15 +482,21 @@ class Runner:
                 self._graphs.wait_for_use()
             else:
                 self._graphs.capture()
-            if loaded.model.captures_prefill and not self._group.coupled:
-                self._prefill_graphs = PrefillGraphs(
-                    loaded.model,
-                    self._kv,
-                    self._rows,
-                    max_tokens=group.max_batched_tokens,
-                    max_model_len=group.max_model_len,
-                )
-                self._prefill_graphs.capture(self._graphs.pool)
+            self._prefill_graphs = self._allocate_prefill_graphs(group, self._graphs.pool)
+
+    def _allocate_prefill_graphs(self, group: GroupConfig, pool: Any) -> PrefillGraphs | None:
+        model = self._loaded.model
+        sizes = bucket_sizes(model, group.max_batched_tokens, cp=group.cp)
+        if not sizes:
+            return None
+        graphs = PrefillGraphs(
+            model, self._kv, self._rows, self._group, sizes=sizes, max_model_len=group.max_model_len, pool=pool
+        )
+        if group.capture_by_use and self._group.coupled:
+            graphs.wait_for_use()
+        else:
+            graphs.capture()
+        return graphs
 
     def _warm_up(self, tokens: int) -> None:
         """A prefill and two decode steps of a row whose blocks are all the null block, as two ordinary plans."""

@@ -17,16 +17,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lockstep_common.steps import AddRow, Sampling, TopLogprobs
+from lockstep_common.errors import LockstepError
+from lockstep_common.steps import MAX_BIASES, MAX_STOP_IDS, AddRow, Sampling, TopLogprobs
 from lockstep_kernels import sampling as ops
 from lockstep_kernels.sampling import Feature, Float, Int, RowTables
 
 GREEDY_BELOW: Final = 1e-5  # temperatures under this are greedy: the noise could not change a token
 _NO_TOKEN: Final = -1
-_CAPTURED_STOP_IDS: Final = (
-    8  # columns that tables have from the start on CUDA, where captured steps hold their addresses
-)
-_CAPTURED_BIASES: Final = 64
+_STOP_ID_BYTES: Final = 8
+_BIAS_BYTES: Final = 12  # int64 id, float32 value
+_COUNT_BYTES: Final = 5  # int32 times in the output, bool in the prompt
 
 I64 = npt.NDArray[np.int64]
 Index = torch.Tensor | slice  # [m] int64, or a slice of everything, which selects without a copy
@@ -112,49 +112,51 @@ class Sampler(Protocol):
         ...
 
 
-class SamplingRows:
-    """The sampling state of all rows: parameters, stop ids, biases, and (once a row asks) counts of tokens seen.
+def bytes_a_row(vocab_size: int) -> int:
+    """Of the tables of `SamplingRows`; what it has beside them is small."""
+    return MAX_STOP_IDS * _STOP_ID_BYTES + MAX_BIASES * _BIAS_BYTES + vocab_size * _COUNT_BYTES
 
-    Tensors have an entry for each of max_rows rows and a last one for the scratch row, which asks for nothing. They stay where
-    they are until `revision` rises.
+
+class SamplingRows:
+    """The sampling state of all rows: parameters, stop ids, biases, and counts of tokens seen, for rows with penalties.
+
+    Tensors have an entry for each of max_rows rows and a last one for the scratch row, which asks for nothing. They have room for
+    whatever requests may ask for and stay where they are: captured steps hold their addresses, and no step allocates any.
     """
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device, to_device: ToDevice) -> None:
         """`to_device` copies an array to `device` without waiting for it."""
-        captured = device.type == "cuda"
         entries = max_rows + 1
         self.vocab_size = vocab_size
         self.device = device
-        self.revision = 0
         self.floats = torch.zeros(entries, len(Float), dtype=torch.float32, device=device)
         self.ints = torch.zeros(entries, len(Int), dtype=torch.int64, device=device)
-        stop_ids, biases = (_CAPTURED_STOP_IDS, _CAPTURED_BIASES) if captured else (1, 1)
-        self.stop_ids = torch.full((entries, stop_ids), _NO_TOKEN, dtype=torch.int64, device=device)
-        self.bias_ids = torch.zeros(entries, biases, dtype=torch.int64, device=device)
-        self.bias_values = torch.zeros(entries, biases, dtype=torch.float32, device=device)
-        self.counts: torch.Tensor | None = None  # [R, V] int32: times in the output
-        self.in_prompt: torch.Tensor | None = None  # [R, V] bool
+        self.stop_ids = torch.full((entries, MAX_STOP_IDS), _NO_TOKEN, dtype=torch.int64, device=device)
+        self.bias_ids = torch.zeros(entries, MAX_BIASES, dtype=torch.int64, device=device)
+        self.bias_values = torch.zeros(entries, MAX_BIASES, dtype=torch.float32, device=device)
+        self.counts = _zeros((entries, vocab_size), torch.int32, device)  # times in the output
+        self.in_prompt = _zeros((entries, vocab_size), torch.bool, device)
         self._to_device = to_device
         self._features = np.zeros(entries, np.int64)
         self._top_k = np.zeros(entries, np.int64)
         self._tops = np.zeros(entries, np.int64)
-        if captured:
-            self._make_counts()
+        self._stops = np.zeros(entries, np.int64)  # stop ids of a row
 
     def add(self, adds: Sequence[AddRow]) -> None:
-        """Stages the parameters of all new rows and writes them at once."""
+        """Stages the parameters of all new rows and writes them at once. LockstepError if one asks for more than requests may."""
+        for add in adds:
+            _check_room(add)
         rows = np.array([add.row for add in adds], np.int64)
         features = [features_of(add.sampling, self.vocab_size) for add in adds]
         self._features[rows] = [int(found) for found in features]
         self._top_k[rows] = [add.sampling.top_k for add in adds]
         self._tops[rows] = [min(add.sampling.logprobs, self.vocab_size) for add in adds]
+        self._stops[rows] = [len(add.sampling.stop_ids) for add in adds]
         index = self._to_device(rows)
         self.floats[index] = self._to_device(np.array([_floats(add.sampling) for add in adds], np.float32))
         ints = [_ints(add, found) for add, found in zip(adds, features, strict=True)]
         self.ints[index] = self._to_device(np.array(ints, np.int64))
-        width = max(len(add.sampling.stop_ids) for add in adds)
-        self.stop_ids = self._widened(self.stop_ids, width, repeat_last=True)
-        stop_ids = [_padded(add.sampling.stop_ids, self.stop_ids.shape[1], _NO_TOKEN) for add in adds]
+        stop_ids = [_padded(add.sampling.stop_ids, MAX_STOP_IDS, _NO_TOKEN) for add in adds]
         self.stop_ids[index] = self._to_device(np.array(stop_ids, np.int64))
         self._add_bias([add for add in adds if add.sampling.bias])
         for add, found in zip(adds, features, strict=True):
@@ -170,7 +172,7 @@ class SamplingRows:
             rows,
             index,
             union,
-            stop_ids=self.stop_ids[index] if union & Feature.STOP_IDS else None,
+            stop_ids=self.stop_ids[index, : self._stops[rows].max()] if union & Feature.STOP_IDS else None,
             wanted=self._wanted(rows, features) if union & Feature.LOGPROBS else None,
         )
 
@@ -196,7 +198,7 @@ class SamplingRows:
 
     def count(self, batch: SamplingBatch, tokens: torch.Tensor) -> None:
         """Counts the tokens just sampled [B], if a row of the batch has penalties."""
-        if batch.features & Feature.PENALTIES and self.counts is not None:
+        if batch.features & Feature.PENALTIES:
             self.counts[batch.index, tokens] += 1
 
     def having(self, rows: I64, feature: Feature) -> Index | None:
@@ -223,9 +225,7 @@ class SamplingRows:
     def _add_bias(self, adds: Sequence[AddRow]) -> None:
         if not adds:
             return
-        width = max(len(add.sampling.bias) for add in adds)
-        self.bias_ids, self.bias_values = self._widened(self.bias_ids, width), self._widened(self.bias_values, width)
-        ids = np.zeros((len(adds), self.bias_ids.shape[1]), np.int64)
+        ids = np.zeros((len(adds), MAX_BIASES), np.int64)
         values = np.zeros(ids.shape, np.float32)
         for add, row_ids, row_values in zip(adds, ids, values, strict=True):
             bias = add.sampling.bias
@@ -234,29 +234,27 @@ class SamplingRows:
         self.bias_ids[index], self.bias_values[index] = self._to_device(ids), self._to_device(values)
 
     def _add_counts(self, add: AddRow) -> None:
-        if self.counts is None or self.in_prompt is None:
-            self.counts, self.in_prompt = self._make_counts()
         tokens = self._to_device(add.tokens.astype(np.int64))
         prompt, output = tokens[: add.prompt_len], tokens[add.prompt_len :]
         self.counts[add.row].zero_().index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
         self.in_prompt[add.row].zero_().index_fill_(0, prompt, True)
 
-    def _make_counts(self) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = (len(self._features), self.vocab_size)
-        self.counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
-        self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=self.device)
-        self.revision += 1
-        return self.counts, self.in_prompt
 
-    def _widened(self, table: torch.Tensor, width: int, *, repeat_last: bool = False) -> torch.Tensor:
-        """The table with at least `width` columns (a power of two); new ones repeat the last column or are zero."""
-        have = table.shape[1]
-        if width <= have:
-            return table
-        self.revision += 1
-        want = 1 << (width - 1).bit_length()
-        filler = table[:, -1:].expand(-1, want - have) if repeat_last else table.new_zeros(len(table), want - have)
-        return torch.cat((table, filler), 1)
+def _zeros(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On a CPU, pages of a table that no row has touched take no memory."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(shape[0] * shape[1] * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+
+
+def _check_room(add: AddRow) -> None:
+    sampling = add.sampling
+    for name, count, most in (
+        ("stop ids", len(sampling.stop_ids), MAX_STOP_IDS),
+        ("biases", len(sampling.bias), MAX_BIASES),
+    ):
+        if count > most:
+            raise LockstepError(f"row {add.row} has {count} {name}, there is room for {most}")
 
 
 class TokenSampler:
@@ -367,7 +365,6 @@ class _GroupedChoice:
         if (i := batch.min_tokens) is not None:
             x[i] = ops.suppress(x[i], state.stop_ids[rows[i]], positions[i] < state.ints[rows[i], Int.MIN_LENGTH])
         if (i := batch.penalties) is not None:
-            assert state.counts is not None and state.in_prompt is not None  # made by `add`
             factors = state.floats[rows[i]]
             x[i] = ops.penalise(
                 x[i],

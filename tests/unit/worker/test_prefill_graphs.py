@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep_common.steps import AddRow, Body, Kind, Sampling
+from lockstep_worker.collectives import Group, Place
+from lockstep_worker.graphs import EAGER_PLANS
 from lockstep_worker.inputs import StepInputs
 from lockstep_worker.kv import KvCache
-from lockstep_worker.prefill_graphs import PrefillGraphs, _Layout
+from lockstep_worker.prefill_graphs import PrefillGraphs, _Layout, bucket_sizes
 from lockstep_worker.rows import ChunkPass, Rows
 from lockstep_worker.staging import Staging
 from tests.unit.worker.toy import BLOCK, BLOCKS_A_ROW, CPU, MAX_LEN, ROWS, VOCAB, PlanDriver, ToyModel, u32
@@ -38,7 +40,7 @@ def test_a_padded_pass_reads_what_an_eager_one_does(data: st.DataObject) -> None
     count = int((ends - starts).sum())
     layout = _Layout(count + data.draw(st.integers(0, 9)), len(lengths) + data.draw(st.integers(0, 3)))
 
-    graphs = PrefillGraphs(model, kv, rows, max_tokens=128, max_model_len=MAX_LEN)
+    graphs = PrefillGraphs(model, kv, rows, Group(), sizes=(128,), max_model_len=MAX_LEN)
     graphs._pass(layout, torch.from_numpy(graphs._described(chunks, layout)))
     padded, eager = model.inputs, rows.inputs(chunks)
 
@@ -47,7 +49,11 @@ def test_a_padded_pass_reads_what_an_eager_one_does(data: st.DataObject) -> None
     assert torch.equal(padded.slots[0][:count], eager.slots[0])
     assert not padded.slots[0][count:].any(), "padding writes to the null block"
     assert padded.live is not None and padded.live.tolist() == [i < count for i in range(layout.tokens)]
-    assert torch.equal(padded.logits_index[: len(chunks.samples)], eager.logits_index)
+    samples = len(chunks.samples)
+    assert torch.equal(padded.logits_index[:samples], eager.logits_index)
+    assert padded.logits_live is not None and padded.logits_live.tolist() == [
+        i < samples for i in range(layout.sequences)
+    ]
     sequences = len(lengths)
     assert torch.equal(padded.query_starts[: sequences + 1], eager.query_starts)
     assert (padded.query_starts[sequences:] == count).all(), "sequences that pad have no token"
@@ -69,3 +75,47 @@ def test_the_scratch_row_can_be_rehearsed_with() -> None:
     inputs = rows.inputs(ChunkPass(Kind.PREFILL, *(np.array([n]) for n in (rows.scratch, 0, 16, 0))))
     assert not inputs.slots[0].div(BLOCK, rounding_mode="floor").any(), "it writes to the null block"
     assert inputs.logits_index.tolist() == [15]
+
+
+def make_graphs(group: Group, sizes: tuple[int, ...]) -> PrefillGraphs:
+    model = ToyModel()
+    rows = Rows(ROWS, MAX_LEN, VOCAB, (BLOCK,), Staging(CPU), masked=True)
+    kv = KvCache(model.kv_specs(), num_blocks=1 + ROWS * BLOCKS_A_ROW, block_size=BLOCK)
+    return PrefillGraphs(model, kv, rows, group, sizes=sizes, max_model_len=MAX_LEN)
+
+
+class WithSlowPeer(Group):
+    """Of two workers, of which the other one does not want any bucket beyond the first few."""
+
+    def __init__(self, wanted: int) -> None:
+        super().__init__(Place(2, 1))
+        self._wanted = wanted
+
+    def meet(self, mine: int) -> int:
+        self._wanted -= 1
+        return max(mine, int(self._wanted < 0))
+
+
+def test_a_group_keeps_the_buckets_that_pay_on_all_ranks_and_finds_them_by_the_header() -> None:
+    graphs = make_graphs(WithSlowPeer(2), (16, 32, 48, 64))
+    graphs.capture()
+    assert [graphs.size(tokens) for tokens in (1, 16, 17, 32, 33, 64, 65)] == [16, 16, 32, 32, 0, 0, 0]
+
+
+def test_buckets_by_use_are_captured_after_some_passes_and_not_again_once_too_large() -> None:
+    graphs = make_graphs(WithSlowPeer(1), (16, 32, 48))
+    graphs.wait_for_use()
+    assert [graphs.size(10) for _ in range(EAGER_PLANS + 2)] == [0] * EAGER_PLANS + [16] * 2
+    passes = graphs._model.passes  # type: ignore[attr-defined]
+    assert [graphs.size(20) for _ in range(EAGER_PLANS + 1)] == [0] * (EAGER_PLANS + 1)
+    before = len(passes)
+    assert [graphs.size(tokens) for tokens in (20, 40) * EAGER_PLANS * 2] == [0] * EAGER_PLANS * 4
+    assert len(passes) == before, "what was too large is not tried again, nor what is larger"
+
+
+def test_passes_that_may_be_captured() -> None:
+    model = ToyModel()
+    assert bucket_sizes(model, 100, cp=1) == (16, 32, 64, 100)
+    assert bucket_sizes(model, 100, cp=2) == (), "mirrored passes have sizes of their own"
+    model.captures_prefill = False
+    assert bucket_sizes(model, 100, cp=1) == ()

@@ -92,7 +92,7 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
 
 def test_memory_of_the_kv_cache() -> None:
     def blocks(memory_gb: float, max_model_len: int = 64, max_rows: int = 4) -> int:
-        return kv_blocks_on_cpu([SPEC], Sizes(16, max_rows, max_model_len, max_batched_tokens=64), memory_gb)
+        return kv_blocks_on_cpu([SPEC], Sizes(16, max_rows, max_model_len, max_batched_tokens=64), 100, memory_gb)
 
     assert blocks(0) == 1 + 4 * 4
     assert blocks(0, max_model_len=4096) == 1 + 4 * 128

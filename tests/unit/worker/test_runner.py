@@ -183,23 +183,23 @@ def test_ranks_that_share_no_experts_meet_before_every_step() -> None:
     assert [(c.seq, c.step) for c in met] == [(1, 0), (2, 0), (2, 1), (2, 2), (2, 3)]
 
 
-def test_a_worker_of_a_group_captures_nothing_alone() -> None:
-    """Its sampling tables have grown: its steps are launched, as those of the others may be replayed beside them."""
-    penalised = Sampling(presence_penalty=0.5)
-    expected = solo(ToyModel(), Choice((1, 2, 3), penalised, limit=20)).output
-    runner = make_runner(ToyModel(), mode=Mode.REPLAYED)
-    runner._group = Group(Place(2, 1))
-    graphs, driver = runner._graphs, PlanDriver(runner, window=4)
-    assert graphs is not None
-    driver.add({0: Choice((4, 5), limit=40)})
-    before = graphs._steps
-    driver.decode()
-    assert graphs._steps == before + 4 and not graphs.stale
-    driver.settle()
-    driver.add({1: Choice((1, 2, 3), penalised, limit=20)})
-    driver.finish()
-    assert graphs._steps == before + 4 and graphs.stale
-    assert driver.rows[1].output == expected
+def test_a_row_that_asks_for_much_is_replayed_like_any_other() -> None:
+    """Tables have room for it from the start: no step that was captured is captured again, with others or alone."""
+    asks = Sampling(presence_penalty=0.5, stop_ids=tuple(range(20, 40)), bias=tuple((t, 0.1) for t in range(VOCAB)))
+    expected = solo(ToyModel(), Choice((1, 2, 3), asks, limit=20)).output
+    for group in (Group(), Group(Place(2, 1))):
+        runner = make_runner(ToyModel(), mode=Mode.REPLAYED)
+        runner._group = group
+        graphs, driver = runner._graphs, PlanDriver(runner, window=4)
+        assert graphs is not None
+        driver.add({0: Choice((4, 5), limit=12)})
+        driver.decode()
+        captured = dict(graphs._replays)
+        driver.add({1: Choice((1, 2, 3), asks, limit=20)})
+        before, plans = graphs._steps, driver.plans
+        driver.finish()
+        assert driver.rows[1].output == expected
+        assert graphs._steps - before == 4 * (driver.plans - plans) and graphs._replays == captured
 
 
 def test_results_that_a_device_owes_a_group_count_as_an_open_collective() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep_common.steps import AddRow, Sampling, unpack_words
+from lockstep_common.errors import LockstepError
+from lockstep_common.steps import MAX_BIASES, MAX_STOP_IDS, AddRow, Sampling, unpack_words
 from lockstep_kernels import post_update
 from lockstep_kernels import sampling as ops
 from lockstep_kernels.sampling import Feature, cpu, reference
@@ -20,6 +22,7 @@ from lockstep_worker.sampling import (
     SamplingRows,
     TokenSampler,
     Variant,
+    bytes_a_row,
     features_of,
     top_logprobs_of,
 )
@@ -89,7 +92,7 @@ def test_greedy_rows_without_extras_take_the_fast_path() -> None:
     rows.add([AddRow(i, "", 0, 1, u32([0]), 0, (), Sampling(stop_ids=(4,)), 9) for i in range(2)])
     batch = rows.select(np.arange(2), torch.arange(2))
     assert not batch.features & Feature.SHAPED and batch.wanted is None and batch.stop_ids is not None
-    assert rows.counts is None and rows.variant(np.arange(2)) is Variant.GREEDY
+    assert not rows.counts.any() and rows.variant(np.arange(2)) is Variant.GREEDY
 
 
 def test_greedy_is_the_first_largest() -> None:
@@ -310,21 +313,41 @@ def test_rows_that_find_on_the_device_what_they_ask_for_get_the_same_tokens(
     assert tokens[n:].tolist() == [int(logits[0].argmax())] * 2
 
 
-def test_tables_that_grow_move_and_keep_what_they_hold() -> None:
+def test_tables_have_room_for_all_that_requests_may_ask_for_and_never_move() -> None:
     narrow = Sampling(bias=((3, 50.0),), stop_ids=(3,), min_tokens=9)
-    wide = Sampling(bias=tuple((i, 1.0) for i in range(5)), stop_ids=(7, 8, 9), min_tokens=9)
+    most = Sampling(bias=tuple((i, 0.5) for i in range(MAX_BIASES)), stop_ids=tuple(range(MAX_STOP_IDS)), min_tokens=9)
+    rows = SamplingRows(3, 2000, CPU, torch.from_numpy)
+    lengths = torch.ones(4)
+    before = places_of(rows.tables(lengths))
+    for row, sampling in enumerate((narrow, Sampling(presence_penalty=1.0, stop_ids=(7, 8)), most)):
+        rows.add([AddRow(row, "", 0, 1, u32([0, 5]), 0, (), sampling, 99)])
+    assert places_of(rows.tables(lengths)) == before
+    assert rows.stop_ids[:, :3].tolist() == [[3] * 3, [7, 8, 8], [0, 1, 2], [-1] * 3]
+    assert rows.bias_values.sum(1).tolist() == [50.0, 0.0, MAX_BIASES / 2, 0.0]
+    assert rows.counts.sum(1).tolist() == [0, 1, 0, 0]
+    batch = rows.select(np.arange(2), torch.arange(2))
+    assert batch.stop_ids is not None and batch.stop_ids.tolist() == [[3, 3], [7, 8]], "no wider than its rows ask for"
+    sizes = sum(
+        getattr(rows, name)[0].nbytes for name in ("stop_ids", "bias_ids", "bias_values", "counts", "in_prompt")
+    )
+    assert sizes == bytes_a_row(2000)
+
+
+def places_of(tables: ops.RowTables) -> list[int]:
+    return [getattr(tables, field.name).data_ptr() for field in fields(tables)]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "what"),
+    [
+        (Sampling(stop_ids=tuple(range(MAX_STOP_IDS + 1))), "33 stop ids"),
+        (Sampling(bias=((1, 1.0),) * (MAX_BIASES + 1)), "1025 biases"),
+    ],
+)
+def test_a_row_that_asks_for_more_than_there_is_room_for_is_named(sampling: Sampling, what: str) -> None:
     rows = SamplingRows(3, V, CPU, torch.from_numpy)
-    rows.add([AddRow(0, "", 0, 1, u32([0]), 0, (), narrow, 99)])
-    before, revision = rows.tables(torch.ones(4)), rows.revision
-    rows.add([AddRow(1, "", 0, 1, u32([0]), 0, (), narrow, 99)])
-    assert rows.revision == revision and rows.stop_ids is before.stop_ids
-    rows.add([AddRow(2, "", 0, 1, u32([0]), 0, (), wide, 99)])
-    assert rows.revision > revision
-    assert rows.stop_ids.tolist()[:3] == [[3] * 4] * 2 + [[7, 8, 9, 9]]
-    assert rows.bias_values.sum(1).tolist() == [50.0, 50.0, 5.0, 0.0]
-    revision = rows.revision
-    rows.add([AddRow(0, "", 0, 1, u32([0]), 0, (), Sampling(presence_penalty=1.0), 99)])
-    assert rows.revision > revision and rows.counts is not None and rows.counts.shape == (4, V)
+    with pytest.raises(LockstepError, match=f"row 2 has {what}"):
+        rows.add([AddRow(2, "", 0, 1, u32([0]), 0, (), sampling, 99)])
 
 
 def test_a_batch_says_which_captured_step_it_needs() -> None:

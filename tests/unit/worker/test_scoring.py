@@ -94,7 +94,7 @@ def test_captured_passes_are_for_rows_that_are_not_scored(monkeypatch: pytest.Mo
 
         asked: ClassVar[list[list[int]]] = []
 
-        def logits(self, chunks: ChunkPass) -> None:
+        def logits(self, chunks: ChunkPass, size: int) -> None:
             self.asked.append(chunks.rows.tolist())
 
     runner = make_runner(ToyModel())

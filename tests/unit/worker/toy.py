@@ -183,10 +183,19 @@ class PlanDriver:
     """Feeds a runner plans the way a scheduler does: each row has blocks of its own, appended as needed."""
 
     def __init__(
-        self, runner: Runner, *, window: int = 4, block: int = BLOCK, dual: bool = False, epoch: int = 1
+        self,
+        runner: Runner,
+        *,
+        window: int = 4,
+        block: int = BLOCK,
+        dual: bool = False,
+        epoch: int = 1,
+        micro: int = 0,
     ) -> None:
-        """block: tokens of a block, as the scheduler counts them; dual: plans ask for two halves."""
+        """block: tokens of a block, as the scheduler counts them; dual: plans ask for two halves; micro: tokens of the group's
+        largest passes, 0: those of this rank."""
         self.runner = runner
+        self.micro = micro
         self.epoch = epoch
         self.dual = dual
         self.window = window
@@ -218,7 +227,7 @@ class PlanDriver:
                 )
             )
         self.rows.update(choices)
-        longest = max(len(choice.tokens) for choice in choices.values())
+        longest = max((len(choice.tokens) for choice in choices.values()), default=0)
         passes = []
         for start in range(computed, longest, chunk):
             chunks = [
@@ -228,6 +237,8 @@ class PlanDriver:
         removes, self._removes = u32(self._removes), []
         body = Body(1, 0, removes=removes, adds=tuple(adds), passes=tuple(passes))
         micro = tuple(int(p.counts.sum()) for p in passes)
+        if self.micro:
+            micro = (self.micro,) * max(1, len(passes))
         self._book(self.runner.run(self._plan(Kind.PREFILL, 1, body, micro)))
 
     def decode(self, rows: Iterable[int] | None = None) -> None:
@@ -266,6 +277,11 @@ class PlanDriver:
     @staticmethod
     def blocks_of(row: int, start: int, count: int) -> list[int]:
         return [1 + row * BLOCKS_A_ROW + start + i for i in range(count)]
+
+    @property
+    def plans(self) -> int:
+        """So far."""
+        return self._seq
 
     def _plan(self, kind: Kind, k: int, body: Body, micro: tuple[int, ...] = ()) -> Plan:
         self._seq += 1

@@ -53,7 +53,7 @@ def _finish(
         length = tl.load(lengths_ptr + row, mask=live, other=0)
         limit = tl.load(limits_ptr + row, mask=live, other=0)
         end = tl.where(length + 1 >= limit, LENGTH_BIT, 0).to(tl.int64)
-        for s in range(STOP_IDS):
+        for s in tl.static_range(STOP_IDS):  # loads that do not wait for each other
             stop = tl.load(stop_ids_ptr + row * STOP_IDS + s, mask=live, other=-1)
             end = tl.where(token == stop, STOP_BIT, end)
         if bad_ptr is not None:

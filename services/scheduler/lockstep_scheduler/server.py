@@ -57,6 +57,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         self._grace = grace
         self._numbers = itertools.count(1)
         self._sessions: dict[int, RouterSession] = {}
+        self._term = 0  # of the last group: what it owes is told under it, also when it is lost
         self._advance_scheduled = False
         self._closing = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -214,8 +215,9 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         session = self._sessions.get(batch.session)
         if session is None:
             return
-        group = self._loop.group
-        session.send(scheduler_pb2.FromScheduler(events=write_events(batch, group.term if group else 0)))
+        if (group := self._loop.group) is not None:
+            self._term = group.term
+        session.send(scheduler_pb2.FromScheduler(events=write_events(batch, self._term)))
         if batch.ends.any():
             for handle in set(batch.handles[batch.ends != 0].tolist()):
                 request = session.handles.get(handle)

@@ -209,9 +209,7 @@ class ScriptedEngine:
                 f"the group wants {group.max_rows} rows of {group.max_model_len} tokens; "
                 f"this worker has {self._max_rows} of {self._max_model_len}"
             )
-        if 0 < group.num_blocks < self._num_blocks:
-            self._num_blocks, self._written = group.num_blocks, 0
-            self._kv = np.zeros((self._num_blocks, self._block_size), np.uint64)
+        self._num_blocks = min(group.num_blocks or len(self._kv), len(self._kv))
         self._rows.clear()
         self._owners.clear()
         return self._facts()

@@ -166,6 +166,16 @@ class BlockPool:
             assert self._refs[block] > 0
             self._forget(block)
 
+    def cut(self, num_blocks: int) -> None:
+        """Gives up the blocks from `num_blocks` on, if there are any. None may be owned."""
+        assert self.owned == 0 and 1 < num_blocks <= self.total + 1
+        for block in range(num_blocks, self.total + 1):
+            self._cached.pop(block, None)
+            self._forget(block)
+        self._free = [block for block in self._free if block < num_blocks]
+        del self._refs[num_blocks:], self._keys[num_blocks:]
+        self.total = num_blocks - 1
+
     def check(self) -> None:
         """The invariants; for tests and idle moments."""
         owned = {b for b in range(1, self.total + 1) if self._refs[b] > 0}

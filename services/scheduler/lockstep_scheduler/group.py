@@ -135,7 +135,7 @@ class GroupSupervisor:
                         max_model_len=config.max_model_len or max_model_len,
                         max_batched_tokens=config.max_num_batched_tokens,
                         max_window=config.max_window,
-                        num_blocks=0,
+                        num_blocks=self._loop.num_blocks,
                         peers=peers,
                         capture_by_use=self._loop.reforming,
                     ),

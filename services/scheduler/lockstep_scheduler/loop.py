@@ -377,6 +377,7 @@ class StepLoop:
         ]
         for i in kept:
             self.ranks[i].pool = before[i].pool
+            self.ranks[i].pool.cut(kv.num_blocks)
         self.slots = Slots(3 * group.max_rows * len(group.ranks), group.max_model_len)
         self._position = Position(group.epoch, 1, 0)
         self._round, self._called, self._asleep, self._cast = 1, 0, True, None
@@ -436,6 +437,11 @@ class StepLoop:
     @property
     def reforming(self) -> bool:
         return self._between.reforming
+
+    @property
+    def num_blocks(self) -> int:
+        """See `Between.num_blocks`."""
+        return self._between.num_blocks
 
     def hindered(self, why: str) -> None:
         """The group has tried to form again, and could not."""

@@ -78,7 +78,7 @@ class Engine(Protocol):
     def configure(self, group: GroupConfig) -> WorkerFacts:
         """Joins a group: forgets all rows, agrees with the others, warms up. Conflict if the configs differ.
 
-        If the place and the blocks are those that it had, the KV cache stays as the plans of `kept_epoch` have left it.
+        If the place is the one that it had, and the blocks are no more, the KV cache stays as the plans of `kept_epoch` have left it.
         """
         ...
 

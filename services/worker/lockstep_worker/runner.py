@@ -152,7 +152,7 @@ class Runner:
         self._dual = False  # passes are computed as two halves
         self._graphs: DecodeGraphs | None = None
         self._prefill_graphs: PrefillGraphs | None = None
-        self._cache_of: tuple[Place, int] | None = None  # place and number of blocks that the KV cache was made for
+        self._cache_of: Place | None = None  # that the KV cache was made for
         self._written = 0  # epoch of the last plan that ran over it
         self._sizes: tuple[int, ...] = ()  # of rows, contexts and prompts that all else was made for
         self._nothing = _InFlight(torch.zeros(0, dtype=torch.int64), np.zeros(0, np.int64), None)
@@ -183,29 +183,30 @@ class Runner:
             debug=self._debug_collectives,
         )
         self._lag = 0 if loaded.mark is None or group.cp > 1 else _LAG  # CP ranks must learn of ends at the same step
-        cache, before = (self._group.place, self._group.num_blocks), self._sizes
+        kept = self._cache_of == self._group.place and self._group.num_blocks <= self._kv.num_blocks
+        before = self._sizes
         self._sizes = (group.max_rows, group.max_model_len, group.max_batched_tokens)
-        if self._sizes == before and cache == self._cache_of and not self._group.coupled:
+        if self._sizes == before and kept and not self._group.coupled:
             self._rows.clear()  # what it has captured knows of no other worker
         else:
-            self._join(group, cache)
+            self._join(group, kept)
         if loaded.model.experts is not None:
             with torch.inference_mode():
                 loaded.model.experts.forget_loads()
         return self._facts(self._group.num_blocks)
 
-    def _join(self, group: GroupConfig, cache: tuple[Place, int]) -> None:
-        """Makes what a group of this shape needs. The KV cache of a worker that had the same `cache` (see `_cache_of`) stays, and
-        nothing here writes to its blocks; all workers warm up, as a new one among them needs everybody for that."""
+    def _join(self, group: GroupConfig, kept: bool) -> None:
+        """Makes what a group of this shape needs. A KV cache that is `kept` stays, and nothing here writes to its blocks; all workers
+        warm up, as a new one among them needs everybody for that."""
         self._sizes, sizes = (), self._sizes
         with torch.inference_mode():
             self._loaded.model.join(self._group)
             self._graphs = self._prefill_graphs = None  # and their memory
-            if self._cache_of not in (None, cache):
+            if self._cache_of is not None and not kept:
                 del self._kv
                 self._cache_of, self._written = None, 0
             self._allocate(group)
-        self._cache_of = cache
+        self._cache_of = self._group.place
         self._warm_up(min(group.max_batched_tokens, group.max_model_len))
         self._sizes = sizes
 
@@ -307,12 +308,12 @@ class Runner:
             self._step(plan.header.seq, step, chunks, batch)
             self._rows.commit(batch)
             yield from self._read(self._lag)
+        self._expert_rows = 0
 
     def _step(self, seq: int, step: int, passes: tuple[Batch | ChunkPass, ...], batch: Batch) -> None:
         """One step of the whole group. Without a live token there is nothing to compute, unless others wait for this rank."""
         group = self._group
         self._begin(seq, step)
-        self._expert_rows = 0
         if not any(part.size for part in passes) and not group.coupled:
             self._in_flight.append(self._nothing)
             return
@@ -361,11 +362,6 @@ class Runner:
             self._scores = score(model.logits, model.vocab_size, followed, scored)
         return model.logits(hidden)
 
-    def _apply(self, body: Body) -> None:
-        self._regroup = False
-        self._rows.apply(body)
-        for group, blocks in enumerate(body.zeroes):
-            if len(blocks):
     def _replayed(self, part: ChunkPass) -> torch.Tensor | None:
         """Logits of a captured pass; None: it must be launched."""
         graphs, agreed = self._prefill_graphs, self._expert_rows
@@ -373,6 +369,11 @@ class Runner:
             return None
         return graphs.logits(part, agreed)
 
+    def _apply(self, body: Body) -> None:
+        self._regroup = False
+        self._rows.apply(body)
+        for group, blocks in enumerate(body.zeroes):
+            if len(blocks):
                 self._kv.zero(group, self._rows.to_device(blocks.astype(np.int64)))
         for group, (sources, destinations) in enumerate(body.copies):
             if len(sources):

@@ -133,8 +133,8 @@ class Simulation:
         self._prompt_delivery = prompt_delivery
         self.form(1)
 
-    def form(self, epoch: int) -> None:
-        """Starts all shards under a new epoch; nothing of the one before is left."""
+    def form(self, epoch: int, num_blocks: int = 0) -> None:
+        """Starts all shards under a new epoch, with so many blocks or as many as there are; nothing of the one before is left."""
         dp, places = len(self.engines), len(self.loops)
         self.headers: list[Header] = []
         self.bodies: list[list[Body]] = []
@@ -146,7 +146,7 @@ class Simulation:
         self.down: list[deque[Callable[[], None]]] = [deque() for _ in range(places)]
         facts = [
             engine.configure(
-                GroupConfig(epoch, 1, i, i, 0, dp, 1, "", 0, self._max_rows, self._max_model_len, 32, 8, 0)
+                GroupConfig(epoch, 1, i, i, 0, dp, 1, "", 0, self._max_rows, self._max_model_len, 32, 8, num_blocks)
             )
             for i, engine in enumerate(self.engines)
         ]

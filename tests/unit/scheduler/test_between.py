@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep_common.errors import LockstepError
@@ -39,7 +39,8 @@ def test_a_cache_is_known_if_the_last_plan_that_wrote_to_it_is_the_last_one_sent
     [
         replace(GROUP, ranks=range(3)),
         replace(GROUP, cp=2),
-        replace(GROUP, facts=replace(FACTS, groups=(KvGroup("full", 4, 63),))),
+        replace(GROUP, facts=replace(FACTS, groups=(KvGroup("full", 4, 65),))),
+        replace(GROUP, facts=replace(FACTS, groups=(KvGroup("full", 8, 64),))),
         replace(GROUP, facts=replace(FACTS, config_hash="other")),
         replace(GROUP, facts=replace(FACTS, weights_epoch=1)),
     ],
@@ -48,6 +49,26 @@ def test_a_group_of_another_kind_has_kept_nothing(other: Group) -> None:
     assert lost().kept(replace(GROUP, kept=(7,) * 4)) == [0, 1, 2]
     assert lost().kept(replace(other, kept=(7,) * 4)) == []
     assert Between(60.0, written=7).kept(replace(GROUP, kept=(7,) * 4)) == []
+
+
+def test_fewer_blocks_of_a_cache_are_still_known() -> None:
+    fewer = replace(GROUP, facts=replace(FACTS, groups=(KvGroup("full", 4, 60),)), kept=(7,) * 4)
+    assert lost().kept(fewer) == [0, 1, 2] and lost().num_blocks == 64
+    assert Between(60.0).num_blocks == 0
+
+
+@given(seed=st.integers(0, 1000), fewer=st.integers(0, 30))
+@settings(max_examples=30, deadline=None)
+def test_requests_go_on_in_a_group_with_fewer_blocks(seed: int, fewer: int) -> None:
+    sim = Simulation(dp=2, num_blocks=60, seed=seed)
+    requests = [sim.submit(range(i, 3 * i + 9), max_tokens=12) for i in range(5)]
+    for _ in range(seed % 30):
+        sim.turn()
+    sim.lose(WHY)
+    sim.form(2, num_blocks=60 - fewer)
+    assert all(rank.pool.total == 59 - fewer for rank in sim.loop.ranks)
+    sim.run()
+    sim.check_answers(requests)
 
 
 def test_a_dp_rank_has_kept_what_all_its_workers_have() -> None:

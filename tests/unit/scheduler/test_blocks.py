@@ -112,3 +112,18 @@ def test_misuse_is_an_error() -> None:
     pool.release(blocks)
     with pytest.raises(AssertionError):
         pool.release(blocks)
+
+
+@pytest.mark.parametrize("num_blocks", [9, 6, 2])
+def test_a_pool_that_is_cut_knows_only_its_first_blocks(num_blocks: int) -> None:
+    pool = BlockPool(9, 4)
+    keys = [bytes([i]) for i in range(8)]
+    blocks = pool.take(6)
+    for block, key in zip(blocks, keys, strict=False):
+        pool.publish(block, key)
+    pool.release(blocks)
+    pool.cut(num_blocks)
+    pool.check()
+    assert pool.available == pool.total == num_blocks - 1
+    assert pool.lookup(keys, 6) == [b for b in blocks if b < num_blocks]
+    assert sorted(pool.take(num_blocks - 1)) == list(range(1, num_blocks))

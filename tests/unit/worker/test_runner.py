@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep_common.errors import Conflict, LockstepError
-from lockstep_common.steps import Body, Flag, GroupConfig, Header, Kind, Plan, Sampling, TopLogprobs
+from lockstep_common.steps import Body, Flag, GroupConfig, Header, Kind, Plan, Sampling, TopLogprobs, WorkerFacts
 from lockstep_worker.collectives import CollectiveId, Group, Place
 from lockstep_worker.collectives.record import DEVICE
 from lockstep_worker.graphs import CAPTURED, EAGER_PLANS
 from lockstep_worker.protocol import StepResult
-from lockstep_worker.runner import NOT_FINITE, select_words
+from lockstep_worker.runner import NOT_FINITE, Runner, select_words
 from lockstep_worker.sampling import Variant
 from tests.unit.worker.toy import (
     BLOCK,
@@ -297,11 +297,20 @@ def test_a_group_that_forms_again_serves_at_once_and_captures_steps_when_their_s
         assert output == expected[: len(output)] and len(output) == (1 if idle else 1 + 4 * (EAGER_PLANS + 2))
 
 
-def test_another_number_of_blocks_is_another_cache() -> None:
-    runner = make_runner(ToyModel())
-    PlanDriver(runner).add({0: Choice((1, 2, 3), limit=9)})
-    facts = runner.configure(GroupConfig(2, 1, 0, 0, 0, 1, 1, "", 0, ROWS, MAX_LEN, 32, 8, BLOCKS - 1))
-    assert facts.kept_epoch == 0 and not runner._kv.layer(0, 0).any()
+def test_a_cache_is_kept_for_fewer_blocks_and_another_one_is_made_for_more() -> None:
+    loaded = make_runner(ToyModel())._loaded
+    runner = Runner(lambda progress: loaded)
+    runner.load(lambda share, message: None)
+
+    def configure(epoch: int, blocks: int) -> WorkerFacts:
+        return runner.configure(GroupConfig(epoch, 1, 0, 0, 0, 1, 1, "", 0, ROWS, MAX_LEN, 32, 8, blocks))
+
+    configure(2, BLOCKS - 1)
+    PlanDriver(runner, epoch=2).add({0: Choice((1, 2, 3), limit=9)})
+    facts = configure(3, BLOCKS - 2)
+    assert facts.kept_epoch == 2 and facts.groups[0].num_blocks == BLOCKS - 2 and runner._kv.layer(0, 0).any()
+    facts = configure(4, BLOCKS)
+    assert facts.kept_epoch == 0 and facts.groups[0].num_blocks == BLOCKS and not runner._kv.layer(0, 0).any()
 
 
 def test_select_words_keeps_logprobs_and_top_with_their_words() -> None:

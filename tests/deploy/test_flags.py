@@ -17,7 +17,7 @@ FLAGS = {
     ("lockstep_scheduler.config", "SchedulerConfig"): f"""{SERVICE}
         advertise workers shards shard vote_timeout shard_id lockstep max_num_seqs max_model_len max_num_batched_tokens max_waiting vote_interval_ms
         prefill_attempt_interval prefill_any_attempt_interval max_window max_prefill_tokens_per_point attention_span watermark
-        enable_prefix_caching worker_timeout load_timeout session_grace redis_url ledger_ttl model
+        enable_prefix_caching worker_timeout load_timeout reform_timeout session_grace redis_url ledger_ttl model
         enable_eplb eplb_window eplb_interval_s eplb_threshold eplb_prefill_weight eplb_nodes expert_load_interval_s
         enable_dbo dbo_decode_token_threshold dbo_prefill_token_threshold""",
     ("lockstep_worker.config", "WorkerConfig"): f"""{SERVICE}

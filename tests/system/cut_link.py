@@ -14,7 +14,6 @@ from pathlib import Path
 
 from lockstep_bench.client import SchedulerSession, wait_serving
 from lockstep_bench.processes import Fleet, Process
-from lockstep_common.errors import LockstepError
 from lockstep_common.steps import Sampling
 from tests.system.harness import ROOT, flag_words
 
@@ -53,19 +52,12 @@ async def serve(session: SchedulerSession, tokens: int) -> int:
     return count
 
 
-async def until_it_serves(within_s: float) -> int:
+async def until_logged(process: Process, pattern: str, within_s: float) -> str:
+    """What the first group of the pattern, or all of it, matched; empty: nothing in that time."""
     end = time.monotonic() + within_s
-    while True:
-        try:
-            session = await SchedulerSession.open(SCHEDULER, timeout=within_s)
-            try:
-                return await serve(session, 8)
-            finally:
-                await session.close()
-        except LockstepError:
-            if time.monotonic() > end:
-                raise
-            await asyncio.sleep(0.3)
+    while not (found := re.search(pattern, process.log.read_text())) and time.monotonic() < end:
+        await asyncio.sleep(0.1)
+    return found.group(found.re.groups) if found else ""
 
 
 async def run(model: Path) -> dict[str, object]:
@@ -76,26 +68,21 @@ async def run(model: Path) -> dict[str, object]:
             start(fleet, f"worker{i}", address, "lockstep_worker", rank=i, collective_deadline_s=DEADLINE_S, **flags)
             for i, address in enumerate(WORKERS)
         ]
-        start(
+        scheduler = start(
             fleet, "scheduler", SCHEDULER, "lockstep_scheduler", workers=",".join(WORKERS), max_num_seqs=4, max_window=4
         )
         await wait_serving(SCHEDULER, "lockstep.v1.Scheduler", timeout=90, check=fleet.check)
         session = await SchedulerSession.open(SCHEDULER, timeout=30)
-        running = asyncio.create_task(serve(session, 2000))
+        running = asyncio.create_task(serve(session, 300))
         await asyncio.sleep(0.5)
         ip("link", "set", "here", "down")
         cut = time.monotonic()
-        named = re.compile(rf"has waited .*missing: {re.escape(WORKERS[1])}")
-        while not named.search(workers[0].log.read_text()) and time.monotonic() - cut < 10 * DEADLINE_S:
-            await asyncio.sleep(0.1)
+        await until_logged(workers[0], rf"has waited .*missing: {re.escape(WORKERS[1])}", 10 * DEADLINE_S)
         found["named_after_s"] = time.monotonic() - cut
-        try:
-            await asyncio.wait_for(running, 60)
-        except LockstepError as error:
-            found["error"] = error.message
-        await session.close()
+        found["error"] = await until_logged(scheduler, "group lost: (.*)", 60)
         ip("link", "set", "here", "up")
-        found["tokens"] = await until_it_serves(90)
+        found["tokens"] = await asyncio.wait_for(running, 90)
+        await session.close()
         found["restarted"] = [worker.returncode is not None for worker in workers]
         found["log"] = workers[0].tail(40)
     return found

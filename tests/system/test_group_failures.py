@@ -120,7 +120,7 @@ async def test_a_stopped_worker_is_named_by_the_others_and_comes_back(model: Pat
 @pytest.mark.slow
 async def test_a_worker_that_skips_a_collective_is_named_with_what_it_skipped(model: Path, tmp_path: Path) -> None:
     fault = tmp_path / "fault.json"
-    fault.write_text(json.dumps({"rank": 2, "at": "experts 1, rows", "after": 40, "does": "skip"}))
+    fault.write_text(json.dumps({"rank": 2, "at": "experts 1, results", "after": 40, "does": "skip"}))
     async with busy_group(model, worker_module=FAULTY, worker={"fault": fault, "debug_collectives": True}) as (
         s,
         _,
@@ -128,7 +128,7 @@ async def test_a_worker_that_skips_a_collective_is_named_with_what_it_skipped(mo
     ):
         await until_lost(s, within_s=60)
         running.cancel()
-        named = f"out of step: {re.escape(s.workers[2].address)} had .*experts 1, results where this rank had .*experts 1, rows"
+        named = f"out of step: {re.escape(s.workers[2].address)} had .* where this rank had .*experts 1, results"
         await until_logged(s, named, 0, 1, 3)
 
 

@@ -177,6 +177,7 @@ class ScriptedEngine:
         num_blocks: int = 1024,
         block_size: int = 16,
         max_rows: int = 256,
+        max_batched_tokens: int = 2048,
         model: str = "scripted",
         generated_reusable: bool = True,
         wait: Callable[[float], None] = time.sleep,
@@ -188,6 +189,7 @@ class ScriptedEngine:
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._max_rows = max_rows
+        self._max_batched_tokens = max_batched_tokens
         self._model = model
         self._generated_reusable = generated_reusable
         self._wait = wait
@@ -475,6 +477,7 @@ class ScriptedEngine:
             groups=(KvGroup("full", self._block_size, self._num_blocks),),
             deterministic=True,
             kept_epoch=self._written,
+            max_batched_tokens=self._max_batched_tokens,
             routed_experts=False,
             generated_reusable=self._generated_reusable,
         )
@@ -503,7 +506,8 @@ class ScriptedConfig:
     max_model_len: int = setting(4096, "tokens of a sequence")
     num_blocks: int = setting(1024, "KV blocks")
     block_size: int = setting(16, "tokens of a KV block")
-    max_num_seqs: int = setting(256, "rows")
+    max_num_seqs: int = setting(64, "rows")
+    max_num_batched_tokens: int = setting(2048, "tokens of a prefill pass")
     served_model_name: str = setting("scripted", "name of the model")
     log_level: str = setting("INFO", "least severe level to log")
 
@@ -520,6 +524,7 @@ def main() -> None:
         num_blocks=settings.num_blocks,
         block_size=settings.block_size,
         max_rows=settings.max_num_seqs,
+        max_batched_tokens=settings.max_num_batched_tokens,
         model=settings.served_model_name,
     )
     sys.exit(asyncio.run(serve(Driver(engine, PlanLog()), f"{settings.host}:{settings.port}")))

@@ -48,8 +48,10 @@ class UpConfig:
     )
     device: str = setting("auto", "auto: cuda if there is one", choices=("auto", "cpu", "cuda"))
     max_model_len: int = setting(0, "longest prompt + answer in tokens; 0: the model's", metavar="TOKENS")
-    max_num_seqs: int = setting(64, "requests that a worker runs at once", metavar="N")
-    max_num_batched_tokens: int = setting(2048, "prompt tokens in one step of a worker", metavar="TOKENS")
+    max_num_seqs: int = setting(0, "requests that a worker runs at once; 0: by device, 64 to 256", metavar="N")
+    max_num_batched_tokens: int = setting(
+        0, "prompt tokens in one step of a worker; 0: by device, 2048 or 8192", metavar="TOKENS"
+    )
     block_size: int = setting(0, "tokens in a block of the KV cache; 0: 64 on CUDA, 16 on the CPU", metavar="TOKENS")
     kv_cache_memory_gb: float = setting(0.0, "KV cache of a worker; 0: a sensible share of the memory", metavar="GB")
     threads: int = setting(0, "CPU threads of a worker; 0: the cores divided by the workers", metavar="N")
@@ -93,9 +95,10 @@ class UpConfig:
                 f"Use --dp {max(self.tensor_parallel_size, 2)}: attention is data parallel, and the experts of a mixture of "
                 "experts are sharded over all workers. A dense model runs on one GPU per replica: --dp N makes N replicas."
             )
-        for name in ("dp", "cp", "shards", "max_num_seqs", "max_num_batched_tokens", "start_timeout_s"):
+        for name in ("dp", "cp", "shards", "start_timeout_s"):
             self._check(name, at_least=1)
-        for name in ("max_model_len", "kv_cache_memory_gb", "threads", "block_size", "port", "grpc_port"):
+        sizes = ("max_num_seqs", "max_model_len", "max_num_batched_tokens", "kv_cache_memory_gb", "block_size")
+        for name in (*sizes, "threads", "port", "grpc_port"):
             self._check(name, at_least=0)
         if self.vote_interval_ms < 0:
             raise ConfigError(f"--vote-interval-ms {self.vote_interval_ms}: must not be negative")

@@ -315,4 +315,5 @@ def write_facts(facts: WorkerFacts) -> worker_pb2.WorkerFacts:
         cp=facts.cp,
         rank=facts.rank,
         kept_epoch=facts.kept_epoch,
+        max_batched_tokens=facts.max_batched_tokens,
     )

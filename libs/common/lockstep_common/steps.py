@@ -280,6 +280,7 @@ class WorkerFacts:
     cp: int = 1
     rank: int = 0
     kept_epoch: int = 0  # whose plans were the last to write to the KV cache that it has; 0: the cache is empty
+    max_batched_tokens: int = 0  # of a prefill pass that it has memory for
 
 
 @dataclass(frozen=True, slots=True)

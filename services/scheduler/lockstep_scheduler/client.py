@@ -424,4 +424,5 @@ def read_facts(message: worker_pb2.WorkerFacts) -> WorkerFacts:
         cp=message.cp,
         rank=message.rank,
         kept_epoch=message.kept_epoch,
+        max_batched_tokens=message.max_batched_tokens,
     )

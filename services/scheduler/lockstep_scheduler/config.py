@@ -32,10 +32,10 @@ class SchedulerConfig:
         "always: let several workers step together even if the model has no routed experts",
         choices=("auto", "always"),
     )
-    max_num_seqs: int = setting(64, "rows of each worker: choices that run at once on a DP rank")
+    max_num_seqs: int = setting(0, "rows of each worker: choices that run at once on a DP rank (0: the workers' least)")
     max_model_len: int = setting(0, "longest prompt and answer together (0: what the model and its KV cache allow)")
     max_num_batched_tokens: int = setting(
-        2048, "prompt tokens of one prefill step on a DP rank; longer prompts go in chunks"
+        0, "prompt tokens of one prefill step on a DP rank; longer prompts go in chunks (0: the workers' least)"
     )
     max_waiting: int = setting(1024, "choices that may wait; beyond, requests are refused with 429")
     vote_interval_ms: float = setting(
@@ -92,10 +92,13 @@ class SchedulerConfig:
         if len(set(self.workers)) != len(self.workers):
             raise ConfigError(f"--workers names an address twice: {', '.join(self.workers)}")
         self._check_shards()
-        least_one = ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "max_window", "attention_span")
+        least_one = ("max_waiting", "max_window", "attention_span")
         for name in (*least_one, "dbo_decode_token_threshold", "dbo_prefill_token_threshold"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1")
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative")
         a, b = self.prefill_attempt_interval, self.prefill_any_attempt_interval
         if b and not a:
             raise ConfigError("prefill_any_attempt_interval needs prefill_attempt_interval")

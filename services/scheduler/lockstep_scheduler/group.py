@@ -46,6 +46,7 @@ class GroupSupervisor:
         self._why: LockstepError | None = None
         self._epoch = 0
         self._term = 0
+        self._max_rows = self._max_batched_tokens = 0  # of the group, once its workers are loaded
 
     async def run(self) -> None:
         """Forms, watches, forms again; until cancelled. ConfigError: what was started cannot be a group. Once it was one, a worker
@@ -112,7 +113,11 @@ class GroupSupervisor:
                 f"{models[0].model} has no routed experts, so workers gain nothing from stepping together: run one scheduler "
                 "for each worker, or couple them all the same with --lockstep always"
             )
-        max_rows = min(config.max_num_seqs, min(facts.max_rows for facts in models))
+        addresses = [client.address for client in self._clients]
+        self._max_rows = agreed_limit("max_num_seqs", config.max_num_seqs, addresses, [m.max_rows for m in models])
+        self._max_batched_tokens = agreed_limit(
+            "max_num_batched_tokens", config.max_num_batched_tokens, addresses, [m.max_batched_tokens for m in models]
+        )
         max_model_len = min(facts.max_model_len for facts in models)
         if config.max_model_len > max_model_len:
             raise ConfigError(f"max_model_len {config.max_model_len} is more than the model's {max_model_len}")
@@ -131,9 +136,9 @@ class GroupSupervisor:
                         cp=cp,
                         store_host=store_host,
                         store_port=store_port,
-                        max_rows=max_rows,
+                        max_rows=self._max_rows,
                         max_model_len=config.max_model_len or max_model_len,
-                        max_batched_tokens=config.max_num_batched_tokens,
+                        max_batched_tokens=self._max_batched_tokens,
                         max_window=config.max_window,
                         num_blocks=self._loop.num_blocks,
                         peers=peers,
@@ -226,10 +231,11 @@ class GroupSupervisor:
             dp=dp,
             cp=cp,
             facts=first,
-            max_rows=min(self._config.max_num_seqs, first.max_rows),
+            max_rows=self._max_rows,
             max_model_len=min(wanted, first.max_model_len, fits),
             ranks=self._divided(dp)[0],
             kept=tuple(kept_by(facts[rank * cp : (rank + 1) * cp]) for rank in range(dp)),
+            max_batched_tokens=self._max_batched_tokens,
         )
 
     def _on_outcome(self, outcome: PlanOutcome) -> None:
@@ -277,6 +283,21 @@ def seats(addresses: Sequence[str], facts: Sequence[WorkerFacts]) -> list[int]:
             "--rank of its own, and give all dp * cp addresses to the scheduler"
         )
     return sorted(range(size), key=lambda i: facts[i].rank)
+
+
+def agreed_limit(name: str, wanted: int, addresses: Sequence[str], able: Sequence[int]) -> int:
+    """What a group uses of a limit that each worker has: what is wanted; 0: as much as all of them can.
+
+    `able`: what each worker has memory for. ConfigError if less than is wanted: it names the option `name` on both sides.
+    """
+    least = min(able)
+    if wanted > least:
+        option = f"--{name.replace('_', '-')}"
+        raise ConfigError(
+            f"{name} {wanted} is more than worker {addresses[able.index(least)]} has room for: lower {option} of the scheduler "
+            f"to {least} or less (0: what all workers can), or start the worker with {option} {wanted}"
+        )
+    return wanted or least
 
 
 def kept_by(facts: Sequence[WorkerFacts]) -> int:

@@ -213,7 +213,7 @@ class StepLoop:
     def _next_is_full(self) -> bool:
         """Whether prompts that wait fill the next prefill step: then nothing that still comes could go into it, and holding it
         back would only risk an idle device, as prefill steps are not as even as decode."""
-        left = 0 if self._position.owed else self.settings.max_batched_tokens * len(self.ranks)
+        left = 0 if self._position.owed else self.limits.max_batched_tokens * len(self.ranks)
         for choice in self._unfilled():
             if left <= 0:
                 break
@@ -363,7 +363,7 @@ class StepLoop:
         self._alone = len(group.ranks) == group.dp
         self.limits = Limits(
             max_rows=group.max_rows,
-            max_batched_tokens=settings.max_batched_tokens,
+            max_batched_tokens=settings.max_batched_tokens or group.max_batched_tokens,
             max_model_len=group.max_model_len,
             max_window=settings.max_window,
             watermark=settings.watermark,
@@ -381,7 +381,7 @@ class StepLoop:
         self.slots = Slots(3 * group.max_rows * len(group.ranks), group.max_model_len)
         self._position = Position(group.epoch, 1, 0)
         self._round, self._called, self._asleep, self._cast = 1, 0, True, None
-        self._point_bound = settings.max_prefill_tokens_per_point or settings.max_batched_tokens
+        self._point_bound = settings.max_prefill_tokens_per_point or self.limits.max_batched_tokens
         self._inflight.clear()
         self.pace = Pace()
         self.experts = self._rebalancer(group)

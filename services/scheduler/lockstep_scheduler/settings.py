@@ -13,7 +13,7 @@ from lockstep_scheduler.vote import DualBatch
 class Settings:
     """How the loop behaves; see config.py for what each option means."""
 
-    max_batched_tokens: int = 2048
+    max_batched_tokens: int = 2048  # 0: the group's
     max_window: int = 16
     max_waiting: int = 1024
     vote_interval: float = 0.0  # seconds; 0: by device
@@ -43,6 +43,7 @@ class Group:
     ranks: range = range(0)  # the DP ranks that this shard drives; empty: all
     cp: int = 1  # workers of a DP rank
     kept: tuple[int, ...] = ()  # by DP rank of the group: the epoch whose plans filled its caches; 0: not kept
+    max_batched_tokens: int = 0  # of a prefill pass, as the workers were told; needed where the settings leave it open
 
     def __post_init__(self) -> None:
         if not self.ranks:

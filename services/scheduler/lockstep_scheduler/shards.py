@@ -118,6 +118,7 @@ class Hub(scheduler_pb2_grpc.ShardsServicer):
                 max_rows=group.max_rows,
                 max_model_len=group.max_model_len,
                 kept=group.kept,
+                max_batched_tokens=group.max_batched_tokens,
             )
             link.send(scheduler_pb2.FromCoordinator(formed=message))
         polls = self._polls
@@ -406,6 +407,7 @@ class Following:
             cp=message.cp,
             ranks=range(message.first_rank, message.first_rank + len(message.drivers)),
             kept=tuple(message.kept),
+            max_batched_tokens=message.max_batched_tokens,
         )
         return Formed(self._group, tuple(message.drivers))
 

@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -34,6 +35,7 @@ log = logging.getLogger("lockstep_worker")
 
 _LOG_EVERY_S = 5.0
 _E4M3_SINCE = (8, 9)  # compute capability
+_KERNELS_SINCE = (9, 0)
 _SWITCH_S = 0.0005  # how long a thread may keep the others from the interpreter; plans must not wait for 5 ms
 
 
@@ -67,6 +69,7 @@ def run(settings: WorkerConfig, load: Callable[[Callable[[float, str], None]], L
 def load(settings: WorkerConfig, progress: Callable[[float, str], None]) -> Loaded:
     """The model that the settings name, and the sizes that fit beside it. ConfigError says what cannot be."""
     device = choose_device(settings.device)
+    settings = with_limits(settings, device)
     deterministic = settings.deterministic == "on" or (settings.deterministic == "auto" and device.type == "cpu")
     torch.manual_seed(settings.seed)
     if settings.threads:
@@ -115,6 +118,7 @@ def load(settings: WorkerConfig, progress: Callable[[float, str], None]) -> Load
         device=device,
         deterministic=deterministic,
         max_rows=settings.max_num_seqs,
+        max_batched_tokens=settings.max_num_batched_tokens,
         max_model_len=max_model_len,
         block_size=block_size,
         num_blocks=_kv_blocks(settings, model, sizes, device, graphs),
@@ -190,7 +194,27 @@ def choose_sharding(settings: WorkerConfig, dtype: torch.dtype, device: torch.de
 def choose_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device cuda: torch finds no CUDA device")
-    return torch.device("cuda", 0) if name != "cpu" and torch.cuda.is_available() else torch.device("cpu")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", 0)
+    if (capability := torch.cuda.get_device_capability(device)) < _KERNELS_SINCE:
+        raise ConfigError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}; the kernels are made "
+            f"for {_KERNELS_SINCE[0]}.{_KERNELS_SINCE[1]} and above (H100, H200, B200). --device cpu runs on the CPU"
+        )
+    return device
+
+
+def with_limits(settings: WorkerConfig, device: torch.device) -> WorkerConfig:
+    """The settings with rows and tokens of a pass that suit the device, where they leave them open (0)."""
+    on_gpu = device.type == "cuda" and settings.null_step_ms < 0
+    total = torch.cuda.get_device_properties(device).total_memory if on_gpu else 0
+    rows, tokens = memory.default_limits(total)
+    return replace(
+        settings,
+        max_num_seqs=settings.max_num_seqs or rows,
+        max_num_batched_tokens=settings.max_num_batched_tokens or tokens,
+    )
 
 
 def choose_kv_dtype(name: str, device: torch.device) -> torch.dtype | None:

@@ -40,9 +40,11 @@ class WorkerConfig:
     threads: int = setting(0, "CPU threads of an operation; 0: all cores")
     seed: int = setting(0, "of what is not seeded by a request (random weights)")
 
-    max_num_seqs: int = setting(64, "rows: choices that run at once")
+    max_num_seqs: int = setting(
+        0, "rows: choices that run at once; 0: by device (CPU 64; GPU of 70 GiB 256, of 20 GiB 128, else 64)"
+    )
     max_model_len: int = setting(0, "tokens of a sequence; 0: the model's", metavar="LEN")
-    max_num_batched_tokens: int = setting(2048, "tokens of a prefill pass")
+    max_num_batched_tokens: int = setting(0, "tokens of a prefill pass; 0: by device (GPU of 70 GiB 8192, else 2048)")
     block_size: int = setting(0, "tokens of a KV block; 0: 64 on CUDA, 16 on the CPU")
     kv_cache_memory_gb: float = setting(
         0.0,
@@ -96,12 +98,13 @@ class WorkerConfig:
                 raise ConfigError(f"--model {self.model}: no such directory")
         elif self.kv_cache_dtype != "auto":
             raise ConfigError("a worker without a model has no KV cache to keep in 8 bits: give --kv-cache-dtype auto")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "dp", "cp"):
+        for name in ("dp", "cp"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError("gpu_memory_utilization must be above 0 and at most 1")
-        for name in ("max_model_len", "kv_cache_memory_gb", "threads", "block_size", "num_redundant_experts"):
+        sizes = ("max_num_seqs", "max_model_len", "max_num_batched_tokens", "kv_cache_memory_gb", "block_size")
+        for name in (*sizes, "threads", "num_redundant_experts"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative")
         if not 0 <= self.rank < self.dp * self.cp:

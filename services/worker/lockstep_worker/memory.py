@@ -51,6 +51,17 @@ class Sizes:
         return 1 + -(-self.max_model_len // self.block_tokens)
 
 
+def default_limits(gpu_bytes: int) -> tuple[int, int]:
+    """(rows, tokens of a prefill pass) of a worker that was told neither, on a GPU with so much memory; 0: on a CPU.
+
+    Neither ever falls as memory grows. A large GPU is kept busy only by many rows and long passes; on a small one their
+    activations, graphs and sampling tables would take what the KV cache needs.
+    """
+    if gpu_bytes >= 70 * GIB:
+        return 256, 8192
+    return (128 if gpu_bytes >= 20 * GIB else 64), 2048
+
+
 def kv_blocks_on_cpu(specs: Sequence[KvSpec], sizes: Sizes, vocab_size: int, memory_gb: float) -> int:
     """Blocks of the KV cache with the null block; logs what went where. ConfigError if not even one sequence fits."""
     rows = _row_bytes(sizes, vocab_size)

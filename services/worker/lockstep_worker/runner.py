@@ -87,6 +87,7 @@ class Loaded:
     device: torch.device
     deterministic: bool
     max_rows: int
+    max_batched_tokens: int
     max_model_len: int
     block_size: int
     num_blocks: int
@@ -169,6 +170,11 @@ class Runner:
             raise Conflict(
                 f"the group wants {group.max_rows} rows of {group.max_model_len} tokens; this worker was started for "
                 f"{loaded.max_rows} (max_num_seqs) of {loaded.max_model_len} (max_model_len)"
+            )
+        if group.max_batched_tokens > loaded.max_batched_tokens:
+            raise Conflict(
+                f"the group wants prefill passes of {group.max_batched_tokens} tokens; this worker was started for "
+                f"{loaded.max_batched_tokens} (max_num_batched_tokens)"
             )
         self.leave()
         blocks = min(group.num_blocks or loaded.num_blocks, loaded.num_blocks)
@@ -560,6 +566,7 @@ class Runner:
             cp=loaded.place.cp,
             rank=loaded.place.rank,
             kept_epoch=self._written,
+            max_batched_tokens=loaded.max_batched_tokens,
         )
 
 

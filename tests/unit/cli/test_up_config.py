@@ -46,7 +46,7 @@ def test_tensor_parallel_says_what_to_use_instead(flag: str, capsys: pytest.Capt
     ("argv", "names"),
     [
         (["--dp", "0"], "--dp"),
-        (["--max-num-seqs", "0"], "--max-num-seqs"),
+        (["--max-num-seqs", "-1"], "--max-num-seqs"),
         (["--max-model-len", "-1"], "--max-model-len"),
         (["--vote-interval-ms", "-1"], "--vote-interval-ms"),
         (["--eplb-threshold", "0.9"], "--eplb-threshold"),

@@ -5,10 +5,14 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lockstep_common.errors import ConfigError
 from lockstep_common.steps import WorkerFacts
-from lockstep_scheduler.group import seats
+from lockstep_scheduler.__main__ import loop_settings
+from lockstep_scheduler.config import SchedulerConfig
+from lockstep_scheduler.group import agreed_limit, seats
 
 
 def facts(dp: int = 1, cp: int = 1, rank: int = 0) -> WorkerFacts:
@@ -33,3 +37,28 @@ def test_every_worker_takes_the_rank_it_was_started_for(dp: int, cp: int) -> Non
 def test_places_that_make_up_no_group_are_named(places: list[tuple[int, int, int]]) -> None:
     with pytest.raises(ConfigError, match=r"w0 is rank 0 of [12] x [12]"):
         seats([f"w{i}" for i in range(len(places))], [facts(*place) for place in places])
+
+
+@given(wanted=st.integers(0, 20), able=st.lists(st.integers(1, 20), min_size=1, max_size=4))
+def test_a_limit_is_what_is_wanted_or_the_workers_least_and_never_above_any(wanted: int, able: list[int]) -> None:
+    addresses = [f"w{i}" for i in range(len(able))]
+    if wanted > min(able):
+        with pytest.raises(ConfigError, match=f"max_num_seqs {wanted} is more than worker w{able.index(min(able))} "):
+            agreed_limit("max_num_seqs", wanted, addresses, able)
+    else:
+        assert agreed_limit("max_num_seqs", wanted, addresses, able) == (wanted or min(able))
+
+
+def test_a_limit_above_the_workers_names_both_options() -> None:
+    with pytest.raises(ConfigError) as raised:
+        agreed_limit("max_num_batched_tokens", 8192, ["a:1", "b:2"], [8192, 2048])
+    assert "lower --max-num-batched-tokens of the scheduler to 2048 or less" in raised.value.message
+    assert "start the worker with --max-num-batched-tokens 8192" in raised.value.message
+
+
+def test_limits_are_left_to_the_workers_unless_they_are_set() -> None:
+    config = SchedulerConfig(workers=("a:1",))
+    assert (config.max_num_seqs, config.max_num_batched_tokens, loop_settings(config).max_batched_tokens) == (0, 0, 0)
+    for name in ("max_num_seqs", "max_num_batched_tokens"):
+        with pytest.raises(ConfigError, match=f"{name} must not be negative"):
+            SchedulerConfig(workers=("a:1",), **{name: -1})

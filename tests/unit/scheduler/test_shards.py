@@ -178,7 +178,7 @@ def test_a_shard_must_be_started_as_the_coordinator_was() -> None:
 
     assert hub._admit(join(2)) == 2
     assert hub._admit(join(1, workers=("w:4", "w:3", "w:2", "w:1"))) == 1, "the order of workers is their own"
-    with pytest.raises(Conflict, match=r"same max_num_seqs: scheduler shard 1 \(b:2\) has '5', the coordinator '64'"):
+    with pytest.raises(Conflict, match=r"same max_num_seqs: scheduler shard 1 \(b:2\) has '5', the coordinator '0'"):
         hub._admit(join(1, max_num_seqs=5))
     with pytest.raises(Conflict, match="same workers"):
         hub._admit(join(1, workers=("w:1",)))

@@ -97,6 +97,7 @@ def load_runner(model: Path, place: Place, *, redundant: int = 0, graphs: bool =
         CPU,
         False,
         ROWS,
+        2048,
         MAX_LEN,
         BLOCK,
         BLOCKS,

@@ -10,16 +10,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lockstep_common.errors import ConfigError
 from lockstep_kernels.sampling import Feature
 from lockstep_worker import __main__ as process
-from lockstep_worker.__main__ import choose_device, choose_dtype, choose_kv_dtype, load
+from lockstep_worker.__main__ import choose_device, choose_dtype, choose_kv_dtype, load, with_limits
 from lockstep_worker.collectives import CollectiveId, Recorder
 from lockstep_worker.collectives.watchdog import Watchdog
 from lockstep_worker.config import WorkerConfig
 from lockstep_worker.kv import KvSpec
-from lockstep_worker.memory import Sizes, kv_blocks_on_cpu
+from lockstep_worker.memory import GIB, Sizes, default_limits, kv_blocks_on_cpu
 from lockstep_worker.null import NullModel, NullSampler
 from lockstep_worker.sampling import SamplingBatch
 from tests.tiny_model import make_tiny_model
@@ -75,11 +77,23 @@ def test_cuda_must_be_there_if_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) 
         choose_device("cuda")
 
 
+def test_a_gpu_that_the_kernels_are_not_made_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    capability = (8, 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    with pytest.raises(ConfigError, match=r"NVIDIA A100 has compute capability 8\.0"):
+        choose_device("auto")
+    assert choose_device("cpu") == CPU
+    capability = (9, 0)
+    assert choose_device("auto") == torch.device("cuda", 0)
+
+
 def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
     for wrong, message in (
         ({}, "which model"),
         ({"model": str(tmp_path / "none")}, "no such directory"),
-        ({"null_step_ms": 0.0, "max_num_seqs": 0}, "max_num_seqs"),
+        ({"null_step_ms": 0.0, "max_num_seqs": -1}, "max_num_seqs"),
         ({"null_step_ms": 0.0, "threads": -1}, "threads"),
         ({"null_step_ms": 0.0, "collective_deadline_s": 90.0}, "collective_deadline_s"),
     ):
@@ -88,6 +102,43 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
     assert WorkerConfig(model=str(tmp_path)).name == tmp_path.name
     with pytest.raises(ConfigError, match="above the model's"):
         load(WorkerConfig(null_step_ms=0.0, max_model_len=10_000), lambda share, message: None)
+
+
+@pytest.mark.parametrize(
+    ("gib", "limits"),
+    [
+        (0, (64, 2048)),
+        (16, (64, 2048)),
+        (23.6, (128, 2048)),
+        (47.5, (128, 2048)),
+        (79.2, (256, 8192)),
+        (140, (256, 8192)),
+    ],
+)
+def test_rows_and_tokens_that_suit_a_device(gib: float, limits: tuple[int, int]) -> None:
+    assert default_limits(int(gib * GIB)) == limits
+
+
+@given(st.integers(0, 300 * GIB), st.integers(0, 300 * GIB))
+def test_a_larger_device_has_no_smaller_limits(a: int, b: int) -> None:
+    (rows, tokens), (more_rows, more_tokens) = default_limits(min(a, b)), default_limits(max(a, b))
+    assert rows <= more_rows and tokens <= more_tokens
+
+
+def test_limits_that_are_not_given_are_the_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(device: str, **settings: object) -> tuple[int, int]:
+        limited = with_limits(WorkerConfig(model=str(tmp_path), **settings), torch.device(device))
+        return limited.max_num_seqs, limited.max_num_batched_tokens
+
+    properties = SimpleNamespace(total_memory=80 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert found("cpu") == (64, 2048)
+    assert found("cuda") == (256, 8192)
+    assert found("cuda", max_num_seqs=7) == (7, 8192)
+    assert found("cuda", max_num_batched_tokens=99) == (256, 99)
+    assert found("cuda", null_step_ms=0.0) == (64, 2048), "a model that only waits is the same everywhere"
+    loaded = load(WorkerConfig(null_step_ms=0.0, device="cpu"), lambda share, message: None)
+    assert (loaded.max_rows, loaded.max_batched_tokens) == (64, 2048)
 
 
 def test_memory_of_the_kv_cache() -> None:

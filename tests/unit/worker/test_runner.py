@@ -248,8 +248,11 @@ def test_configure_refuses_more_than_the_worker_was_started_for() -> None:
     runner = make_runner(ToyModel())
     with pytest.raises(Conflict, match="max_num_seqs"):
         runner.configure(GroupConfig(2, 1, 0, 0, 0, 1, 1, "", 0, ROWS + 1, MAX_LEN, 32, 8, 0))
+    with pytest.raises(Conflict, match="max_num_batched_tokens"):
+        runner.configure(GroupConfig(2, 1, 0, 0, 0, 1, 1, "", 0, ROWS, MAX_LEN, 2049, 8, 0))
     facts = runner.configure(GroupConfig(2, 1, 0, 0, 0, 1, 1, "", 0, ROWS, MAX_LEN, 32, 8, 20))
     assert facts.groups[0].num_blocks == 20 and facts.vocab_size == VOCAB
+    assert (facts.max_rows, facts.max_batched_tokens) == (ROWS, 2048)
 
 
 @pytest.mark.parametrize("mode", Mode)

@@ -144,6 +144,7 @@ def make_runner(
         CPU,
         True,
         max_rows,
+        2048,
         MAX_LEN,
         BLOCK,
         BLOCKS,

@@ -101,6 +101,7 @@ def test_experts_of_a_decode_step_are_counted(tmp_path: Path) -> None:
     assert 4 < many["distinct_experts"] <= 16 and "distinct_experts" not in read
 
 
+@pytest.mark.slow
 def test_a_group_that_shares_experts_out_is_started_with_its_options(tmp_path: Path) -> None:
     model = moe_shape(tmp_path)
     out = tmp_path / "out.json"

@@ -14,7 +14,7 @@ from lockstep_kernels.dependent import release, wait
 from lockstep_kernels.moe.plan import Plan, plan_blocks
 from lockstep_kernels.moe.weights import Routing
 
-LOWEST = tl.constexpr(-(2**31))
+LOWEST, LOWEST_KEY = tl.constexpr(-(2**31)), tl.constexpr(-(2**63))
 FEW_PAIRS, MANY_PAIRS = 1024, 4096  # beyond the many, every expert's program looking at all pairs takes too long
 FEW_TOKENS = 2048  # up to which a processor has room for a warp a token
 CHUNK, PART = 256, 64  # of pairs, if they are many
@@ -82,17 +82,21 @@ def choose_from(
     if CORRECTED:
         choice += tl.load(correction_ptr + expert, mask=there, other=0.0)[None, :]
     choice = tl.where(there[None, :], choice, float("-inf"))
-    key = tl.where(there[None, :], _ordered(choice), LOWEST)
+    order = tl.where(there[None, :], _ordered(choice), LOWEST)
     if GROUPS > 1:
         kept = _best_groups(choice, ROWS, GROUPS, TOP_GROUPS, TOP2, GROUP_PAD, SIZE_PAD)
-        key = tl.where(tl.reshape(kept, (ROWS, GROUP_PAD * SIZE_PAD)), key, LOWEST)
+        order = tl.where(tl.reshape(kept, (ROWS, GROUP_PAD * SIZE_PAD)), order, LOWEST)
+    # One maximum of 64 bits finds the best expert and, of equals, the first: a third quicker than a maximum with its index.
+    last: tl.constexpr = GROUP_PAD * SIZE_PAD - 1
+    key = (order.to(tl.int64) << 32) | (last - place)[None, :]
     column = tl.arange(0, CHOSEN_PAD)[None, :]
     ids = tl.where(column < TOP_K + SHARED, EXPERTS + column - TOP_K, 0) + tl.zeros((ROWS, 1), tl.int32)
     weights = tl.where(column < TOP_K + SHARED, 1.0, 0.0) + tl.zeros((ROWS, 1), tl.float32)
     for j in tl.static_range(TOP_K):
-        _, best = tl.max(key, 1, return_indices=True, return_indices_tie_break_left=True)
+        best_key = tl.max(key, 1)
+        best = last - best_key.to(tl.int32)
         found = place[None, :] == best[:, None]
-        key = tl.where(found, LOWEST, key)
+        key = tl.where(found, LOWEST_KEY, key)
         weight = tl.sum(tl.where(found, scores, 0.0), 1)
         ids = tl.where(column == j, _expert_at(best, EXPERTS // GROUPS, SIZE_PAD)[:, None], ids)
         weights = tl.where(column == j, weight[:, None], weights)

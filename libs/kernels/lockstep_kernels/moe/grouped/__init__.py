@@ -56,4 +56,4 @@ def tilings(rows: int, *, of_8_bits: bool = False) -> tuple[Tiling, Tiling]:
         return Tiling(64, 64, 4, 4, swap=True), Tiling(128, 64, 4, 4, swap=True)
     if rows == 64:
         return Tiling(64, 64, 3, 4, swap=False), Tiling(128, 64, 3, 4, swap=False)
-    return Tiling(128, 64, 4, 8, swap=False), Tiling(256, 64, 4, 8, swap=False)
+    return Tiling(128, 64, 4, 8, swap=False), Tiling(256, 64, 3, 8, swap=False)

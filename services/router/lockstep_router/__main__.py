@@ -18,8 +18,8 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
+from lockstep_common import collector, logs, rpc
 from lockstep_common import config as settings
-from lockstep_common import logs, rpc
 from lockstep_common.clock import SystemClock
 from lockstep_common.errors import ConfigError
 from lockstep_router.client import SchedulerSession
@@ -43,6 +43,7 @@ READY_SECONDS = 0.1  # how often readiness is carried to the gRPC health service
 def main() -> None:
     config = settings.load(RouterConfig, prog="lockstep-router", env_prefix="LOCKSTEP_ROUTER_")
     logs.setup("router", config.log_level)
+    collector.settle()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # texts come one at a time: a pool of threads only costs
     try:
         uvloop.run(serve(config))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from lockstep_common import config, logs, rpc
+from lockstep_common import collector, config, logs, rpc
 from lockstep_common.clock import SystemClock
 from lockstep_common.errors import ConfigError
 from lockstep_proto.v1 import scheduler_pb2_grpc
@@ -191,6 +191,7 @@ async def until_signal(tasks: list[asyncio.Task[None]]) -> bool:
 def main() -> None:
     settings = config.load(SchedulerConfig, prog="lockstep-scheduler", env_prefix="LOCKSTEP_SCHEDULER_")
     logs.setup("scheduler", settings.log_level)
+    collector.settle()
     try:
         with contextlib.suppress(KeyboardInterrupt):
             uvloop.run(serve(settings))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep_common import config, logs, rpc
+from lockstep_common import collector, config, logs, rpc
 from lockstep_common.errors import ConfigError
 from lockstep_kernels.bits import differing_ops
 from lockstep_worker import memory
@@ -48,6 +48,7 @@ def run(settings: WorkerConfig, load: Callable[[Callable[[float, str], None]], L
     """Serves what `load` loads; ends the process."""
     logs.setup("worker", settings.log_level)
     sys.setswitchinterval(_SWITCH_S)
+    collector.settle()
     security = rpc.Security(settings.tls_cert, settings.tls_key, settings.tls_ca, settings.internal_token)
     runner = Runner(
         load,

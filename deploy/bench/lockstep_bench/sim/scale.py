@@ -7,7 +7,6 @@ counts are the loop's own calls (composing plans, booking outcomes, queueing), w
 from __future__ import annotations
 
 import argparse
-import gc
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +17,7 @@ from lockstep_bench.sim.costs import CostModel, Layout, instant
 from lockstep_bench.sim.shape import shape
 from lockstep_bench.sim.simulation import Case, Engine, Host, HostTime, Simulation, settings
 from lockstep_bench.sim.traces import Drawn, Lengths, draw
+from lockstep_common import collector
 from lockstep_common.errors import ConfigError
 
 STEP_S = 0.020  # 50 steps a second
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 def measured(ranks: int, rows: int, seconds: float, window: int, prompt: int, output: int) -> dict[str, Any]:
     """One group in its steady state."""
     simulation, warm_up = _steady(ranks, rows, seconds, window, prompt, output)
-    gc.collect()
+    collector.settle()  # as a scheduler does
     before = HostTime()
 
     def begin() -> None:

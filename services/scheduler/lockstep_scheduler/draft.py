@@ -137,8 +137,8 @@ def _admissions(ranks: Sequence[RankState], draft: Draft, waiting: Waiting, limi
             break
         first = group[0]
         length = len(first.tokens)
-        known = [at for at, cache in enumerate(caches) if first.keys[0] in cache] if first.keys else []
-        hits = {at: ranks[at].hits(first) for at in known if room[at]}
+        opened = np.nonzero(room)[0].tolist() if first.keys else []
+        hits = {at: ranks[at].hits(first) for at in opened if first.keys[0] in caches[at]}
         needed = standing.needed(group, hits)
         here = np.full(len(ranks), work(0, length, span))
         for at, mine in hits.items():

@@ -102,11 +102,24 @@ def test_tiles_are_exact_for_their_operands(
     assert bool(((got.double() - exact).abs() <= tolerance).all())
 
 
-@settings(max_examples=8, deadline=None)
+def product(x: torch.Tensor, w: Fp8Weight) -> torch.Tensor:
+    """What a product with a weight of 8 bits is: operands are rounded first."""
+    values, scale = reference.quantise(x, w.blocks)
+    return reference.product(values, scale, w.values, w.scale).double()
+
+
+def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> bool:
+    """But for an operand here and there that lies so near the middle of two e4m3 numbers that it is rounded the other way.
+    Rounding itself changes results by 2 to 4 %."""
+    off = (got.double() - want).abs()
+    return bool((off <= 0.02 * (1 + want.abs())).all() and off.norm() <= 2 * TOLERANCE[dtype] * (1 + want.norm()))
+
+
+@settings(max_examples=12, deadline=None)
 @given(
     dtype=DTYPES,
     rows=st.integers(1, products.MOST_SKINNY),
-    size=st.sampled_from([(128, 128), (128, 300)]),
+    size=st.sampled_from([(128, 64), (128, 128), (128, 300)]),
     blocks=st.booleans(),
     norm=st.booleans(),
     gated=st.booleans(),
@@ -117,7 +130,8 @@ def test_skinny_products_of_8_bit_weights(
     n, k = size
     w = weight((1 + gated) * n, k, blocks)
     x, gain = randn(rows, k, dtype=dtype), randn(k, seed=4) if norm else None
-    exact = (x.double() if gain is None else normed(x, gain)) @ dequantise(w, torch.float64).t()
+    x[-1, : k // 2] = 0
+    exact = product(x if gain is None else normed(x, gain), w)
     if gated:
         gate, up = exact.chunk(2, 1)
         exact = torch.nn.functional.silu(gate) * up
@@ -125,7 +139,18 @@ def test_skinny_products_of_8_bit_weights(
     got = products.skinny(
         x, w.values, None, out=out, gain=gain, eps=EPS, gated=gated, weight_scale=w.scale, config=FEW_PROGRAMS
     )
-    torch.testing.assert_close(got.double(), exact, rtol=2 * TOLERANCE[dtype], atol=2 * TOLERANCE[dtype])
+    assert close(got, exact, dtype)
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_a_row_is_rounded_alike_however_many_there_are(blocks: bool) -> None:
+    """By the kernel for a few rows, and by those for many."""
+    w, x = weight(128, 300, blocks), randn(3, 300, dtype=torch.bfloat16)
+    few = products.skinny(x, w.values, None, out=poisoned(3, 128), weight_scale=w.scale, config=FEW_PROGRAMS)
+    many = kernel.tiles(*kernel.quantise(x, blocks), w.values, w.scale, None, out=poisoned(3, 128))
+    torch.testing.assert_close(few, many, rtol=1e-4, atol=1e-4 if not ON_GPU else 1e-2)
+    unrounded = x.double() @ dequantise(w, torch.float64).t()
+    assert (many.double() - unrounded).norm() > 0.01 * unrounded.norm()
 
 
 def test_on_cpu_it_is_the_weight_that_values_and_scales_stand_for() -> None:
@@ -140,20 +165,20 @@ def test_on_cpu_it_is_the_weight_that_values_and_scales_stand_for() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("blocks", [True, False])
 @pytest.mark.parametrize("deterministic", [True, False])
-@pytest.mark.parametrize("rows", [0, 1, 4, 5, 64, 500])
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 64, 500])
 def test_public_products(blocks: bool, deterministic: bool, rows: int) -> None:
     n, k = 640, 1536
     w, norm = weight(n, k, blocks), Norm(randn(k, seed=5), EPS)
     packed = pack_fp8(w, None, torch.bfloat16, deterministic=deterministic)
     assert packed.layout is (Layout.FP8_TILES if deterministic else Layout.FP8)
     x, residual = randn(rows, k, dtype=torch.bfloat16), randn(rows, n, dtype=torch.bfloat16, seed=6)
-    exact = normed(x, norm.gain) @ dequantise(w, torch.float64).t()
+    exact = product(normed(x, norm.gain), w)
     got = linear(x, packed, norm=norm, plus=residual.clone()).double() - residual.double()
-    assert rows == 0 or (got - exact).norm() / exact.norm() < 0.04
+    assert rows == 0 or (got - exact).norm() / exact.norm() < 0.01
     both = pack_gate_up_fp8(w, weight(n, k, blocks, 7), torch.bfloat16, deterministic=deterministic)
-    up = normed(x, norm.gain) @ dequantise(weight(n, k, blocks, 7), torch.float64).t()
+    up = product(normed(x, norm.gain), weight(n, k, blocks, 7))
     want = torch.nn.functional.silu(exact) * up
-    assert rows == 0 or (swiglu(x, both, norm=norm).double() - want).norm() / want.norm() < 0.06
+    assert rows == 0 or (swiglu(x, both, norm=norm).double() - want).norm() / want.norm() < 0.01
 
 
 @requires_gpu

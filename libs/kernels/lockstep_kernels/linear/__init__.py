@@ -54,8 +54,9 @@ def unpack(packed: Packed) -> torch.Tensor:
 def pack_fp8(
     weight: Fp8Weight, bias: torch.Tensor | None, dtype: torch.dtype, *, deterministic: bool = False
 ) -> Packed:
-    """A weight of 8 bits for operands of `dtype`: kept so on CUDA, where operands are quantised too if there are more than a
-    few rows; on CPU it is the weight that its values and scales stand for, packed as such."""
+    """A weight of 8 bits for operands of `dtype`: kept so on CUDA, where operands are rounded to 8 bits too, with a scale for each
+    128 elements or for each row as the weight has them (`fp8.reference.quantise`), whatever their number. On CPU it is the weight
+    that its values and scales stand for, packed as such, and operands are not rounded."""
     if bias is not None:
         check_shape("bias", bias, (weight.values.shape[0],))
     if weight.values.is_cuda:

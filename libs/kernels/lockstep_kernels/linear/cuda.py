@@ -2,7 +2,7 @@
 
 cuBLAS chooses its kernel by the number of rows, and kernels add in different orders. Products that may not depend on it
 (`Layout.TILES`) are computed in tiles of a fixed shape, added over k from 0 on, whatever the number of rows.
-Weights of 8 bits are read as they are: by the kernel for a few rows beside operands of full width, else beside quantised ones.
+Weights of 8 bits are read as they are, and operands beside them are rounded to 8 bits, one row as many.
 """
 
 from __future__ import annotations

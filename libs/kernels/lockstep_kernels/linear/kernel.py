@@ -14,7 +14,13 @@ import triton.language as tl
 
 from lockstep_kernels import dependent
 from lockstep_kernels.dependent import release, wait
+from lockstep_kernels.fp8 import reference
 
+SCALE_BLOCK, LARGEST, SMALLEST = (
+    tl.constexpr(reference.BLOCK),
+    tl.constexpr(reference.LARGEST),
+    tl.constexpr(reference.SMALLEST),
+)
 MOST_SKINNY = 4  # rows that the kernel takes
 
 
@@ -66,6 +72,43 @@ def _by_block(x, scale_ptr, n, at, k, K: tl.constexpr, ROWS: tl.constexpr):
 def _scaled(x, gain_ptr, at, k, K: tl.constexpr, ROWS: tl.constexpr):
     gain = tl.load(gain_ptr + at + k, mask=at + k < K, other=0.0, eviction_policy="evict_last")
     return x * gain if ROWS == 1 else x * gain[None, :]
+
+
+@triton.jit
+def _before(
+    x_ptr, gain_ptr, k, rows, eps,
+    K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """What must be known of whole rows before their elements can be rounded: the factor of the norm, and the scale of the largest
+    element; numbers, or [ROWS, 1]."""
+    squares = tl.zeros((BLOCK_K,), tl.float32) if ROWS == 1 else tl.zeros((ROWS, BLOCK_K), tl.float32)
+    largest = squares
+    for at in range(0, K, BLOCK_K):
+        x = _operand(x_ptr, at, k, rows, K, ROWS, EVEN_K)
+        if NORM:
+            squares += x * x
+            x = _scaled(x, gain_ptr, at, k, K, ROWS)
+        largest = tl.maximum(largest, tl.abs(x))
+    if ROWS == 1:
+        factor = tl.rsqrt(tl.sum(squares, axis=0) / K + eps) if NORM else 1.0
+        scale = tl.maximum(tl.max(largest, axis=0) * factor, SMALLEST) / LARGEST
+    else:
+        factor = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None] if NORM else 1.0
+        scale = tl.maximum(tl.max(largest, axis=1)[:, None] * factor, SMALLEST) / LARGEST
+    return factor, scale
+
+
+@triton.jit
+def _rounded(x, scale, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BY_GROUP: tl.constexpr):
+    """x as e4m3 keeps it, by its scale, or by that of each 128 elements; see `lockstep_kernels.fp8.reference.quantise`."""
+    if BY_GROUP:
+        SIZE: tl.constexpr = SCALE_BLOCK if BLOCK_K > SCALE_BLOCK else BLOCK_K
+        groups = tl.reshape(x, (ROWS * BLOCK_K // SIZE, SIZE))
+        own = (tl.maximum(tl.max(tl.abs(groups), axis=1), SMALLEST) / LARGEST)[:, None]
+        y = tl.reshape((groups / own).to(tl.float8e4nv).to(tl.float32) * own, x.shape)
+    else:
+        y = (x / scale).to(tl.float8e4nv).to(tl.float32) * scale
+    return y
 
 
 @triton.jit
@@ -136,6 +179,9 @@ def _skinny(
         acc = tl.zeros((ROWS, BLOCK_N, BLOCK_K), tl.float32)
         squares = tl.zeros((ROWS, BLOCK_K), tl.float32)
     acc_up = acc
+    ROUND: tl.constexpr = SCALES != "none"
+    if ROUND:
+        factor, x_scale = _before(x_ptr, gain_ptr, k, rows, eps, K, ROWS, BLOCK_K, EVEN_K, NORM)
     for at in range(0, K, BLOCK_K):
         w_next, up_next = w, up
         if at + BLOCK_K < K:
@@ -146,6 +192,8 @@ def _skinny(
         if NORM:
             squares += x * x
             x = _scaled(x, gain_ptr, at, k, K, ROWS)
+        if ROUND:
+            x = _rounded(x * factor, x_scale, ROWS, BLOCK_K, SCALES == "blocks")
         if SCALES == "blocks":
             acc += _multiply(_by_block(x, w_scale_ptr, n, at, k, K, ROWS), w, ROWS)
         else:
@@ -156,14 +204,14 @@ def _skinny(
             acc_up += _multiply(x, up, ROWS)
         w, up = w_next, up_next
     scale = 1.0
-    if NORM:
+    if NORM and not ROUND:
         if ROWS == 1:
             scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
         else:
             scale = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
-    y = _finish(acc, scale, w_scale_ptr, bias_ptr, n, N, ROWS, NORM, SCALES, BIAS)
+    y = _finish(acc, scale, w_scale_ptr, bias_ptr, n, N, ROWS, NORM and not ROUND, SCALES, BIAS)
     if GATED:
-        y_up = _finish(acc_up, scale, w_scale_ptr + N, bias_ptr + N, n, N, ROWS, NORM, SCALES, BIAS)
+        y_up = _finish(acc_up, scale, w_scale_ptr + N, bias_ptr + N, n, N, ROWS, NORM and not ROUND, SCALES, BIAS)
         y = y / (1.0 + tl.exp(-y)) * y_up
     t = tl.arange(0, ROWS)[:, None]
     inside = (t < rows) & (n < N)[None, :]
@@ -213,7 +261,8 @@ def skinny(
     """out [T, n] = [silu of] [norm of] x [T, k] @ weight.T + bias [+ plus], T from 1 to 4, in a program that reads weights once.
 
     `gated`: weight [2n, k] and bias [2n] hold gate and up; out = silu(gate) * up. `out` may be `plus`.
-    `weight_scale`: of an e4m3 weight, as in `lockstep_kernels.fp8.Fp8Weight`; then n is a multiple of 128 if `gated`.
+    `weight_scale`: of an e4m3 weight, as in `lockstep_kernels.fp8.Fp8Weight`; then n is a multiple of 128 if `gated`, and x is
+    rounded to e4m3 as `lockstep_kernels.fp8.reference.quantise` does.
     """
     rows, k = x.shape
     n = out.shape[1]

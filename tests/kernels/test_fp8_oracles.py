@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from lockstep_common.errors import ConfigError
 from lockstep_common.steps import Kind
 from lockstep_kernels.fp8 import BLOCK, E4M3, Fp8Weight, dequantise
-from lockstep_worker.quantisation import read_quantisation
+from lockstep_worker.quantisation import Scales, read_quantisation
 from lockstep_worker.weights import CONFIG, SINGLE, ConfigFile
 from tests.kernels.oracles import LENGTH, load, prompt
 from tests.kernels.sequences import EVERY, Sequences
@@ -143,9 +143,70 @@ def test_weights_of_8_bits_without_a_word_in_the_config_are_refused(pair: tuple[
             ROWS | {"config_groups": {"a": GROUP | {"weights": GROUP["weights"] | {"strategy": "tensor"}}}},
             "quantization_config.config_groups.a.weights.strategy is 'tensor', only 'channel' is supported",
         ),
+        (
+            ROWS | {"config_groups": {"a": GROUP | {"weights": GROUP["weights"] | {"actorder": "group"}}}},
+            "quantization_config.config_groups.a.weights.actorder is 'group', which is not supported",
+        ),
+        (
+            ROWS | {"config_groups": {"a": GROUP | {"output_activations": GROUP["input_activations"]}}},
+            "quantization_config.config_groups.a.output_activations is {.*}, which is not supported",
+        ),
+        (
+            ROWS | {"config_groups": {"a": GROUP | {"format": "nvfp4-pack-quantized"}}},
+            "quantization_config.config_groups.a.format is 'nvfp4-pack-quantized', only None or 'float-quantized'",
+        ),
+        (ROWS | {"config_groups": {"a": None}}, "quantization_config.config_groups.a is None, expected an object"),
+        (ROWS | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "quantization_config.sparsity_config is {'form"),
+        (ROWS | {"transform_config": {"config_groups": {"R1": {}}}}, "quantization_config.transform_config is {'conf"),
+        (ROWS | {"quantization_status": "initialized"}, "quantization_config.quantization_status is 'initialized', on"),
+        (BLOCKS | {"scale_fmt": "e5m2"}, "quantization_config.scale_fmt is 'e5m2', only None or 'ue8m0' is supported"),
+        (BLOCKS | {"store_dtype": "int4"}, "quantization_config.store_dtype is 'int4', which is not supported"),
     ],
 )
 def test_other_quantised_checkpoints_are_refused_by_name(fields: Any, message: str, tmp_path: Path) -> None:
     (tmp_path / CONFIG).write_text(json.dumps({"quantization_config": fields}))
     with pytest.raises(ConfigError, match=message):
         read_quantisation(ConfigFile(tmp_path))
+
+
+def test_checkpoints_of_an_older_form_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / CONFIG).write_text(json.dumps({"compression_config": ROWS}))
+    with pytest.raises(ConfigError, match=r"compression_config is the name of an older form; quantization_config is"):
+        read_quantisation(ConfigFile(tmp_path))
+
+
+NOTHING_MORE: dict[str, Any] = {"actorder": None, "block_structure": None, "group_size": None, "observer_kwargs": {}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "scales"),
+    [
+        (None, None),
+        (BLOCKS | {"scale_fmt": "ue8m0"}, Scales.BLOCKS),
+        (BLOCKS | {"modules_to_not_convert": ["lm_head"]}, Scales.BLOCKS),
+        (
+            ROWS
+            | {
+                "quantization_status": "compressed",
+                "version": "0.12.2",
+                "global_compression_ratio": None,
+                "kv_cache_scheme": None,
+                "sparsity_config": {"format": "dense", "targets": [], "global_sparsity": 0.1},
+                "transform_config": {},
+                "config_groups": {
+                    "group_0": {
+                        "targets": ["Linear"],
+                        "format": "float-quantized",
+                        "output_activations": None,
+                        "weights": GROUP["weights"] | NOTHING_MORE | {"observer": "minmax", "scale_dtype": None},
+                        "input_activations": GROUP["input_activations"] | NOTHING_MORE | {"observer": None},
+                    }
+                },
+            },
+            Scales.ROWS,
+        ),
+    ],
+)
+def test_fields_that_ask_for_nothing_may_be_there(fields: Any, scales: Scales | None, tmp_path: Path) -> None:
+    (tmp_path / CONFIG).write_text(json.dumps({"quantization_config": fields, "compression_config": {}}))
+    assert read_quantisation(ConfigFile(tmp_path)) is scales

@@ -288,9 +288,15 @@ def seats(addresses: Sequence[str], facts: Sequence[WorkerFacts]) -> list[int]:
 def agreed_limit(name: str, wanted: int, addresses: Sequence[str], able: Sequence[int]) -> int:
     """What a group uses of a limit that each worker has: what is wanted; 0: as much as all of them can.
 
-    `able`: what each worker has memory for. ConfigError if less than is wanted: it names the option `name` on both sides.
+    `able`: what each worker has memory for. ConfigError if less than is wanted: it names the option `name` on both sides; or if a
+    worker says nothing or 0, with which no group could run.
     """
     least = min(able)
+    if least <= 0:
+        raise ConfigError(
+            f"worker {addresses[able.index(least)]} reports {name} {least}: it must be of the scheduler's version, and report "
+            "what it has room for"
+        )
     if wanted > least:
         option = f"--{name.replace('_', '-')}"
         raise ConfigError(

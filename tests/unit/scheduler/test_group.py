@@ -62,3 +62,9 @@ def test_limits_are_left_to_the_workers_unless_they_are_set() -> None:
     for name in ("max_num_seqs", "max_num_batched_tokens"):
         with pytest.raises(ConfigError, match=f"{name} must not be negative"):
             SchedulerConfig(workers=("a:1",), **{name: -1})
+
+
+@pytest.mark.parametrize("wanted", [0, 64])
+def test_a_worker_without_room_for_anything_is_named(wanted: int) -> None:
+    with pytest.raises(ConfigError, match="worker b:2 reports max_num_seqs 0"):
+        agreed_limit("max_num_seqs", wanted, ["a:1", "b:2"], [64, 0])

@@ -42,15 +42,10 @@ def test_float16_on_a_cpu_says_why_not() -> None:
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_e4m3"])
-def test_a_kv_cache_of_8_bits_is_for_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kv_cache_of_8_bits_is_for_cuda(name: str) -> None:
     assert choose_kv_dtype("auto", CPU) is None
     with pytest.raises(ConfigError, match=f"kv_cache_dtype {name} on a cpu: a cache of 8 bits needs CUDA; use auto"):
         choose_kv_dtype(name, CPU)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an A100")
-    with pytest.raises(ConfigError, match="an A100 has no e4m3; use auto"):
-        choose_kv_dtype(name, torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert choose_kv_dtype(name, torch.device("cuda")) == torch.float8_e4m3fn
     with pytest.raises(ConfigError, match="without a model has no KV cache"):
         WorkerConfig(null_step_ms=1.0, kv_cache_dtype=name)

@@ -26,8 +26,7 @@ from lockstep_common.steps import (
 )
 from lockstep_scheduler.request import Choice, End, Request, Slots
 
-_END = np.uint32(int(Flag.END))
-_FAULT = np.uint32(int(Flag.FAULT))
+NO_ENTRIES = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,29 +68,27 @@ def book(outcome: PlanOutcome, slot_of_row: npt.NDArray[np.int64], slots: Slots)
     tokens, rows, flags = unpack_words(outcome.words)
     at = slot_of_row[rows]
     kept = slots.alive[at]
-    assert (at >= 0).all(), f"plan {outcome.seq} lists no such row: {rows[at < 0]}"
+    assert at.min(initial=0) >= 0, f"plan {outcome.seq} lists no such row: {rows[at < 0]}"
     order = np.argsort(at, kind="stable")  # by slot, steps in order
-    order = order[kept[order]]
-    at, flags = at[order], flags[order]
-    entries, starts, lengths = _runs(at)
-    last = starts + lengths - 1
-    final = flags[last] if len(last) else flags
-    faulty = (final & _FAULT) != 0
-    void = np.zeros(len(order), bool)
-    void[last[faulty]] = True  # the word of a fault has no token
-    order, at = order[~void], at[~void]
-    counts = lengths - faulty
-    starts = np.cumsum(counts) - counts
-    booked = tokens[order]
-    offsets = slots.generated[entries].copy()
-    within = np.arange(len(order)) - np.repeat(starts, counts)
-    slots.tokens[at, np.repeat(offsets, counts) + within] = booked
-    slots.generated[entries] += counts
+    if not kept.all():
+        order = order[kept[order]]
+    at = at[order]
+    entries, starts, counts = _runs(at)
     ends = np.zeros(len(entries), np.uint8)
-    ends[(final & np.uint32(int(Flag.STOP))) != 0] = End.STOP
-    ends[(final & np.uint32(int(Flag.LENGTH))) != 0] = End.LENGTH
-    ends[faulty] = End.ERROR
-    slots.alive[entries[ends != 0]] = False
+    faulty = NO_ENTRIES
+    if flags.any():  # of few outcomes
+        last = starts + counts - 1
+        ends, void = _ends(flags[order[last]]), np.zeros(len(order), bool)
+        faulty = np.flatnonzero(ends == End.ERROR)
+        void[last[faulty]] = True  # the word of a fault has no token
+        order, at = order[~void], at[~void]
+        counts[faulty] -= 1
+        starts = np.cumsum(counts) - counts
+        slots.alive[entries[ends != 0]] = False
+    booked = tokens[order]
+    offsets = slots.generated[entries]
+    slots.tokens[at, np.arange(len(order)) + np.repeat(offsets - starts, counts)] = booked
+    slots.generated[entries] = offsets + counts
     return Booked(
         slots=entries,
         offsets=offsets,
@@ -101,8 +98,17 @@ def book(outcome: PlanOutcome, slot_of_row: npt.NDArray[np.int64], slots: Slots)
         tokens=booked,
         logprobs=outcome.logprobs[order] if len(outcome.logprobs) else NO_F32,
         top=_reordered(outcome.top, order, len(outcome.words)) if outcome.top is not None else None,
-        faulty=tuple(np.nonzero(faulty)[0].tolist()),
+        faulty=tuple(faulty.tolist()),
     )
+
+
+def _ends(flags: U32) -> npt.NDArray[np.uint8]:
+    """How entries end by the flags of their last words: `End`, 0 for those that go on."""
+    ends = np.zeros(len(flags), np.uint8)
+    ends[(flags & np.uint32(int(Flag.STOP))) != 0] = End.STOP
+    ends[(flags & np.uint32(int(Flag.LENGTH))) != 0] = End.LENGTH
+    ends[(flags & np.uint32(int(Flag.FAULT))) != 0] = End.ERROR
+    return ends
 
 
 def _runs(values: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -118,10 +124,10 @@ def _runs(values: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDA
 def events(booked: Booked, slots: Slots, errors: dict[int, LockstepError]) -> list[EventBatch]:
     """One batch for each session that has entries. `errors` is by entry, for entries that ended with END.ERROR."""
     owners = slots.session[booked.slots]
-    sessions = owners[:1].tolist() if (owners == owners[:1]).all() else np.unique(owners).tolist()
-    return [
-        _batch(session, booked, np.nonzero(owners == session)[0], slots, errors) for session in sessions if session >= 0
-    ]
+    if (owners == owners[:1]).all():  # mostly; then there is nothing to pick
+        return [_batch(session, booked, None, slots, errors) for session in owners[:1].tolist() if session >= 0]
+    sessions = [session for session in np.unique(owners).tolist() if session >= 0]
+    return [_batch(session, booked, np.flatnonzero(owners == session), slots, errors) for session in sessions]
 
 
 def end_event(session: int, choice: Choice, offset: int) -> EventBatch:
@@ -168,32 +174,36 @@ def replay_event(session: int, choice: Choice, generated: U32, offset: int) -> E
 
 
 def _batch(
-    session: int, booked: Booked, mine: npt.NDArray[np.int64], slots: Slots, errors: dict[int, LockstepError]
+    session: int, booked: Booked, mine: npt.NDArray[np.int64] | None, slots: Slots, errors: dict[int, LockstepError]
 ) -> EventBatch:
-    everything = len(mine) == len(booked.slots)
+    """Of the entries `mine`; None: of all."""
     tokens, logprobs, top = booked.tokens, booked.logprobs, booked.top
-    if not everything:
-        counts = booked.counts[mine]
+    at, offsets, counts, ends = booked.slots, booked.offsets, booked.counts, booked.ends
+    if mine is not None:
+        at, offsets, counts, ends = at[mine], offsets[mine], counts[mine], ends[mine]
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         picked = np.repeat(booked.starts[mine], counts) + within
         total = len(booked.tokens)
         tokens = tokens[picked]
         logprobs = logprobs[picked] if len(logprobs) else logprobs
         top = _reordered(top, picked, total) if top is not None else None
-    at = booked.slots[mine]
-    offsets = booked.offsets[mine]
+    places = {entry: i for i, entry in enumerate(mine.tolist())} if errors and mine is not None else None
     return EventBatch(
         session=session,
         handles=slots.handle[at],
         choices=slots.index[at],
         offsets=offsets.astype(np.uint32),
-        counts=booked.counts[mine].astype(np.uint32),
-        ends=booked.ends[mine],
+        counts=counts.astype(np.uint32),
+        ends=ends,
         tokens=tokens,
         logprobs=logprobs,
         top=top,
         cached=slots.cached[at],
-        errors=tuple((i, errors[entry]) for i, entry in enumerate(mine.tolist()) if entry in errors),
+        errors=tuple(
+            (entry if places is None else places[entry], error)
+            for entry, error in sorted(errors.items())
+            if places is None or entry in places
+        ),
     )
 
 

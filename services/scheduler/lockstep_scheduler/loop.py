@@ -35,6 +35,7 @@ from lockstep_scheduler.draft import Draft, RankDraft, draft_prefill, remainder
 from lockstep_scheduler.eplb import Rebalancer
 from lockstep_scheduler.ledger import Ledger
 from lockstep_scheduler.lifecycle import Lifecycle
+from lockstep_scheduler.outbox import Outbox
 from lockstep_scheduler.pace import Pace
 from lockstep_scheduler.polls import Alone, Ballot, Polls
 from lockstep_scheduler.ranks import Limits, RankState, new_rank
@@ -98,8 +99,9 @@ class StepLoop:
         """`defer(seconds)` calls `wake` after so many seconds; without it every plan is composed as soon as it may be."""
         self.settings = settings
         self.stats = Stats()
-        self.requests = Lifecycle(settings, clock, ledger, emit, self.stats, self.check)
-        self._books = Books(self.requests, ledger, emit, self.stats)
+        self._outbox = Outbox(emit)
+        self.requests = Lifecycle(settings, clock, ledger, self._outbox, self.stats, self.check)
+        self._books = Books(self.requests, ledger, self._outbox, self.stats)
         self.waiting = self.requests.waiting
         self.find, self.resume, self.orphan = self.requests.find, self.requests.resume, self.requests.orphan
         self.submit = self.requests.submit  # the caller calls `advance` when it has submitted all that it holds
@@ -169,10 +171,17 @@ class StepLoop:
         self.advance()
 
     def on_outcome(self, outcome: PlanOutcome) -> None:
-        """Books one rank's report and goes on."""
+        """Books one rank's report and goes on; sessions hear of it when the plan that it called for has left."""
         flight = self._flight(outcome)
         if flight is None:
             return
+        with self._outbox.held():
+            self._book(flight, outcome)
+            self.advance()
+        if outcome.expert_loads is not None:  # last: to plan a placement takes milliseconds
+            self.on_loads(outcome.seq, outcome.expert_loads)
+
+    def _book(self, flight: InFlight, outcome: PlanOutcome) -> None:
         rank = self.ranks[outcome.dp_rank - self.group.ranks.start]  # type: ignore[union-attr]
         self._last_booked = self._clock.now()
         booked = self._books.book(rank, flight.tables[rank.index], outcome)
@@ -189,9 +198,6 @@ class StepLoop:
                     self.stats.turned(done.turnaround - done.held)
                 if self._inflight:
                     self._inflight[0].reported = self._last_booked  # it has just begun
-        self.advance()
-        if outcome.expert_loads is not None:  # last: to plan a placement takes milliseconds
-            self.on_loads(outcome.seq, outcome.expert_loads)
 
     def on_loads(self, seq: int, loads: ExpertLoads) -> None:
         """Expert loads of a rank, here or on another shard."""
@@ -288,11 +294,11 @@ class StepLoop:
 
     def _draft(self) -> Draft | None:
         """What could be prefilled; None between vote points, where nobody asks (a shard without the rules always answers)."""
+        if not self.waiting and not any(rank.prefilling for rank in self.ranks):
+            return None
         running = any(len(plan.decodable(rank, self.slots)) for rank in self.ranks)
         at = self._position
         if running and (at.owed or (self.rules is not None and point(at.step, self.rules) is Point.NONE)):
-            return None
-        if not self.waiting and not any(rank.prefilling for rank in self.ranks):
             return None
         return draft_prefill(self.ranks, self.waiting, self.limits, self._clock.now())
 
@@ -577,8 +583,7 @@ class StepLoop:
             self.rules = Rules(settings.a, settings.b or 4 * settings.a, settings.max_window, settings.dual)
         else:
             interval = settings.vote_interval or VOTE_INTERVALS.get(self.group.facts.device, VOTE_INTERVAL)
-            rules = rules_for(self.pace.step, interval, settings.max_window, self.group.dp)
-            self.rules = replace(rules, dual=settings.dual)
+            self.rules = rules_for(self.pace.step, interval, settings.max_window, self.group.dp, settings.dual)
 
     def _table(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         table = np.full(self.limits.max_rows, -1, np.int64)

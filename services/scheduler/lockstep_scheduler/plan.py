@@ -49,7 +49,8 @@ def votes(
     result = []
     for position, rank in enumerate(ranks):
         mine = draft.ranks[position] if draft is not None else RankDraft()
-        running = len(decodable(rank, slots))
+        listed = decodable(rank, slots)
+        running = len(listed)
         result.append(
             Vote(
                 rank=first_rank + rank.index,
@@ -57,7 +58,7 @@ def votes(
                 running=running,
                 rows_after=running + len(mine.chunks) + len(mine.admits),
                 chunk_tokens=mine.tokens,
-                max_k=_max_k(rank, slots, want_k) if running else 0,
+                max_k=_max_k(rank, slots, listed, want_k) if running else 0,
                 draining=draining,
             )
         )
@@ -330,12 +331,11 @@ def _advance(rank: RankState, choice: Choice, count: int, slots: Slots) -> None:
         slots.planned[choice.slot] = len(choice.tokens) + 1
 
 
-def _max_k(rank: RankState, slots: Slots, want_k: int) -> int:
-    """The most steps, up to want_k, for which every row gets its blocks without a preemption; at least 1.
+def _max_k(rank: RankState, slots: Slots, mine: Slot, want_k: int) -> int:
+    """The most steps, up to want_k, for which each of the rows `mine` gets its blocks without a preemption; at least 1.
 
     Not more than the longest row has left: beyond, every step would be run for rows that have ended.
     """
-    mine = decodable(rank, slots)
     left = int((slots.limit[mine] - slots.planned[mine]).max(initial=1))
     for k in range(min(want_k, left), 1, -1):
         if int(_growth(rank, slots, mine, k)[1].sum()) <= rank.pool.available:

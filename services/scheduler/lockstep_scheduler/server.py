@@ -7,6 +7,7 @@ import itertools
 import logging
 import math
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
@@ -30,6 +31,17 @@ LOAD_HEARTBEAT = 1.0  # an unchanged load is repeated, so that a router can tell
 MAX_QUEUED_MESSAGES = 4096  # a router that does not read loses its session, never a step
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Events that become a message when it is their turn to be sent: until then a plan may leave, which a device waits for."""
+
+    batch: EventBatch
+    term: int
+
+    def message(self) -> scheduler_pb2.FromScheduler:
+        return scheduler_pb2.FromScheduler(events=write_events(self.batch, self.term))
+
+
 class RouterSession:
     """One router's stream. Messages down go through a bounded queue; `handles` maps its numbers to live requests."""
 
@@ -38,10 +50,10 @@ class RouterSession:
         self.router_id = router_id
         self.handles: dict[int, Request] = {}
         self.recording: dict[int, bool] = {}  # submits whose record is being written: True once they were cancelled
-        self.outgoing: asyncio.Queue[scheduler_pb2.FromScheduler] = asyncio.Queue(MAX_QUEUED_MESSAGES)
+        self.outgoing: asyncio.Queue[scheduler_pb2.FromScheduler | Told] = asyncio.Queue(MAX_QUEUED_MESSAGES)
         self.overrun = asyncio.Event()
 
-    def send(self, message: scheduler_pb2.FromScheduler) -> None:
+    def send(self, message: scheduler_pb2.FromScheduler | Told) -> None:
         try:
             self.outgoing.put_nowait(message)
         except asyncio.QueueFull:
@@ -119,7 +131,8 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
 
     async def _write(self, session: RouterSession, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         while True:
-            await context.write(await session.outgoing.get())
+            item = await session.outgoing.get()
+            await context.write(item.message() if isinstance(item, Told) else item)
 
     # -- requests -------------------------------------------------------------------------------------------------------
 
@@ -217,7 +230,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             return
         if (group := self._loop.group) is not None:
             self._term = group.term
-        session.send(scheduler_pb2.FromScheduler(events=write_events(batch, self._term)))
+        session.send(Told(batch, self._term))
         if batch.ends.any():
             for handle in set(batch.handles[batch.ends != 0].tolist()):
                 request = session.handles.get(handle)

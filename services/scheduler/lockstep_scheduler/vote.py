@@ -93,7 +93,9 @@ def point(step: int, rules: Rules) -> Point:
     return Point.ALL if step % rules.a == 0 else Point.NONE
 
 
-def rules_for(step_seconds: float, interval_seconds: float, max_window: int, dp: int = 1) -> Rules:
+def rules_for(
+    step_seconds: float, interval_seconds: float, max_window: int, dp: int = 1, dual: DualBatch | None = None
+) -> Rules:
     """Intervals by time: A is the largest power of two of steps within the interval, but at least `least_interval(dp)` and at most
     1024; B is 4 A.
 
@@ -101,7 +103,7 @@ def rules_for(step_seconds: float, interval_seconds: float, max_window: int, dp:
     """
     steps = max(1, int(interval_seconds / step_seconds)) if step_seconds > 0 else 1
     a = max(least_interval(dp), 1 << min(steps.bit_length() - 1, 10))
-    return Rules(a=a, b=4 * a, max_window=max_window)
+    return Rules(a=a, b=4 * a, max_window=max_window, dual=dual)
 
 
 def least_interval(dp: int) -> int:

@@ -166,10 +166,13 @@ async def _steady(session: SchedulerSession, meter: Meter, metrics_port: int, ca
     plans = after["lockstep_plan_lead_seconds_count"] - before["lockstep_plan_lead_seconds_count"]
     lead = after["lockstep_plan_lead_seconds_sum"] - before["lockstep_plan_lead_seconds_sum"]
     idle = after["lockstep_device_idle_seconds_total"] - before["lockstep_device_idle_seconds_total"]
+    trips = after["lockstep_plan_round_trip_seconds_count"] - before["lockstep_plan_round_trip_seconds_count"]
+    trip = after["lockstep_plan_round_trip_seconds_sum"] - before["lockstep_plan_round_trip_seconds_sum"]
     return {
         "steps_per_s": steps / seconds,
         "cpu_ms_per_step": sum(cpu) / steps * 1e3,
         "lead_ms": lead / plans * 1e3 if plans else float("nan"),
+        "plan_round_trip_ms": trip / trips * 1e3 if trips else float("nan"),
         "cpu_scheduler_ms": cpu[0] / steps * 1e3,
         "cpu_worker_ms": cpu[1] / steps * 1e3,
         "idle_share": idle / seconds,

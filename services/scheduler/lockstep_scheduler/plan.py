@@ -135,7 +135,9 @@ def make_room(rank: RankState, slots: Slots) -> list[Choice]:
     """Preempts until every row that decodes can get its block for one more step; returns the victims. Call it before the
     votes: what a rank then says of itself (`max_k` at least 1) is true."""
     victims: list[Choice] = []
-    while int(_growth(rank, slots, decodable(rank, slots), 1)[1].sum()) > rank.pool.available:
+    while not _surely_fits(rank, len(rank.decoding), 1) and (
+        int(_growth(rank, slots, decodable(rank, slots), 1)[1].sum()) > rank.pool.available
+    ):
         victims += preempt(rank, _victim(rank, slots), slots)
     return victims
 
@@ -338,7 +340,7 @@ def _max_k(rank: RankState, slots: Slots, mine: Slot, want_k: int) -> int:
     """
     left = int((slots.limit[mine] - slots.planned[mine]).max(initial=1))
     for k in range(min(want_k, left), 1, -1):
-        if int(_growth(rank, slots, mine, k)[1].sum()) <= rank.pool.available:
+        if _surely_fits(rank, len(mine), k) or int(_growth(rank, slots, mine, k)[1].sum()) <= rank.pool.available:
             return k
     return 1
 
@@ -347,6 +349,11 @@ def _victim(rank: RankState, slots: Slots) -> Choice:
     """Lowest priority, then youngest: the last in the order of the queue."""
     running = [slots.choice[s] for s in rank.decoding] + [c for c in rank.prefilling if c.joins is None]
     return max((c for c in running if c is not None), key=lambda c: c.order)
+
+
+def _surely_fits(rank: RankState, rows: int, k: int) -> bool:
+    """Whether so many rows get their blocks for k more steps wherever they stand in their last ones: mostly, and at once."""
+    return rows * (k // rank.pool.block_size + 1) <= rank.pool.available
 
 
 def _growth(rank: RankState, slots: Slots, mine: Slot, k: int) -> tuple[Slot, Slot]:

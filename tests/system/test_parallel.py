@@ -53,7 +53,7 @@ def assert_same(found: list[Answer], expected: list[Answer], where: str) -> None
             assert max(abs(p - q) for p, q in zip(x, y, strict=True)) < LOGPROB_TOLERANCE, f"{where}: request {i}"
 
 
-@pytest.fixture(scope="module", params=["qwen3-moe", "deepseek-v3"])
+@pytest.fixture(scope="module", params=["qwen3-moe", pytest.param("deepseek-v3", marks=pytest.mark.slow)])
 def form(request: pytest.FixtureRequest) -> Form:
     return request.param  # type: ignore[no-any-return]
 

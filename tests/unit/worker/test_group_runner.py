@@ -104,7 +104,7 @@ def load_runner(model: Path, place: Place, *, redundant: int = 0, graphs: bool =
         graphs=graphs,
         place=place,
     )
-    runner = Runner(lambda progress: loaded, debug_collectives=True, collective_deadline_s=2.0)
+    runner = Runner(lambda progress: loaded, debug_collectives=True, collective_deadline_s=10.0)
     runner.load(lambda share, message: None)
     return runner
 

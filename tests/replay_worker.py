@@ -24,7 +24,7 @@ from lockstep_common.config import setting
 from lockstep_kernels.sampling import Int
 from lockstep_worker.__main__ import load, run
 from lockstep_worker.config import WorkerConfig
-from lockstep_worker.runner import Loaded
+from lockstep_worker.loaded import Loaded
 from lockstep_worker.sampling import Choose, LogprobsMode, SamplingBatch, SamplingRows, TokenSampler
 
 

@@ -22,11 +22,12 @@ from lockstep_worker.config import WorkerConfig
 from lockstep_worker.driver import Driver
 from lockstep_worker.exchange.backends import choose_backend
 from lockstep_worker.exchange.placement import WHOLE, Sharding
+from lockstep_worker.loaded import Loaded, Mark, cuda_mark
 from lockstep_worker.metrics import expose
 from lockstep_worker.models import Model, load_model
 from lockstep_worker.null import NullModel, NullSampler
 from lockstep_worker.protocol import PlanLog
-from lockstep_worker.runner import Loaded, Mark, Runner, cuda_mark
+from lockstep_worker.runner import Runner
 from lockstep_worker.sampling import LogprobsMode, Sampler, SamplingRows, TokenSampler
 from lockstep_worker.server import serve
 from lockstep_worker.weights import ConfigFile

@@ -7,46 +7,42 @@ header; the runner decides nothing. On CUDA a decode step is a replay (see graph
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol
+from dataclasses import replace
+from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from lockstep_common.errors import Conflict
 from lockstep_common.steps import (
     NULL_BLOCK,
     U32,
-    U64,
     AddRow,
     Body,
     GroupConfig,
     Header,
     Kind,
-    KvGroup,
     Plan,
     PrefillPass,
     Sampling,
-    TopLogprobs,
     WorkerFacts,
 )
 from lockstep_worker import collectives
-from lockstep_worker.collectives import ONLY, Group, Membership, Place
+from lockstep_worker.collectives import Group, Membership, Place
 from lockstep_worker.exchange.layer import LoadsOnTheWay
 from lockstep_worker.graphs import DecodeGraphs
 from lockstep_worker.kv import KvCache
-from lockstep_worker.models import Model
+from lockstep_worker.loaded import Loaded, Mark
 from lockstep_worker.prefill_graphs import PrefillGraphs, bucket_sizes
 from lockstep_worker.profile import APPLIED, LAUNCHED, Timeline
 from lockstep_worker.protocol import END_BITS, StepResult
-from lockstep_worker.rows import FAULT_BIT, I64, NO_CHUNKS, NO_WORD, Batch, ChunkPass, Rows, row_numbers
-from lockstep_worker.sampling import Sampled, Sampler, SamplingRows, Variant, Wanted, top_logprobs_of
+from lockstep_worker.results import InFlight
+from lockstep_worker.rows import FAULT_BIT, I64, NO_CHUNKS, Batch, ChunkPass, Rows, row_numbers
+from lockstep_worker.sampling import Sampled, Variant
 from lockstep_worker.scoring import Scores, score
 from lockstep_worker.staging import Staging
 
@@ -57,68 +53,6 @@ _WARM_UP_TOKENS: Final = 32
 _LEAST_REPLAYED: Final = 64  # tokens of a pass on CUDA; or as many as there are rows, whose steps take as much memory
 _RESULTS: Final = "a step's results"
 _LAG: Final = 1  # results of an asynchronous device are read so many steps late, so that it never waits for the host
-
-
-class Mark(Protocol):
-    """A point in an asynchronous device's work."""
-
-    def synchronize(self) -> None:
-        """Returns when the device has come to it."""
-        ...
-
-    def query(self) -> bool:
-        """Whether the device has come to it."""
-        ...
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A model, where it runs, and the room it has.
-
-    `make_sampler` gets the sampling state of the rows. `mark` marks the end of the work queued so far on an asynchronous device;
-    None: operations are done when they return. `graphs`: decode steps are captured. `place` that the worker was started for;
-    `nccl`: devices of a group talk to each other, else their hosts do.
-    """
-
-    model: Model
-    make_sampler: Callable[[SamplingRows], Sampler]
-    name: str
-    dtype: str
-    device: torch.device
-    deterministic: bool
-    max_rows: int
-    max_batched_tokens: int
-    max_model_len: int
-    block_size: int
-    num_blocks: int
-    mark: Callable[[], Mark] | None = None
-    graphs: bool = False
-    place: Place = ONLY
-    nccl: bool = True
-
-
-def cuda_mark() -> Mark:
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    """A step's results on their way to the host."""
-
-    words: torch.Tensor  # [rows] int64, NO_WORD where a row is not alive
-    generations: I64  # of the rows
-    ready: Mark | None
-    wanted: Wanted | None = None
-    logprobs: torch.Tensor | None = None
-    tops: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
-    scores: Scores | None = None
-    loads: LoadsOnTheWay | None = None
-
-    @property
-    def there(self) -> bool:
-        return self.ready is None or self.ready.query()
 
 
 class Runner:
@@ -144,7 +78,7 @@ class Runner:
         self._timeout_s = reform_timeout_s
         self._debug_collectives = debug_collectives
         self._group = Group()
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[InFlight] = deque()
         self._came_s = 0.0  # when the last result came, or the first step after it began, on time.monotonic
         self._regroup = False  # a row of the current batch has ended
         self._scores: Scores | None = None  # of the current step
@@ -156,13 +90,13 @@ class Runner:
         self._cache_of: Place | None = None  # that the KV cache was made for
         self._written = 0  # epoch of the last plan that ran over it
         self._sizes: tuple[int, ...] = ()  # of rows, contexts and prompts that all else was made for
-        self._nothing = _InFlight(torch.zeros(0, dtype=torch.int64), np.zeros(0, np.int64), None)
+        self._nothing = InFlight(torch.zeros(0, dtype=torch.int64), np.zeros(0, np.int64), None)
 
     def load(self, progress: Callable[[float, str], None]) -> WorkerFacts:
         with torch.inference_mode():
             self._loaded = self._load(progress)
         self._lag = 0 if self._loaded.mark is None else _LAG
-        return self._facts(self._loaded.num_blocks)
+        return self._loaded.facts(self._group.place, self._loaded.num_blocks, self._written)
 
     def configure(self, group: GroupConfig) -> WorkerFacts:
         loaded = self._loaded
@@ -180,7 +114,7 @@ class Runner:
         blocks = min(group.num_blocks or loaded.num_blocks, loaded.num_blocks)
         self._group = collectives.form(
             group,
-            Membership(self._config_hash(), blocks),
+            Membership(self._loaded.config_hash(), blocks),
             loaded.device,
             deadline_s=self._deadline_s,
             timeout_s=self._timeout_s,
@@ -199,7 +133,7 @@ class Runner:
         if loaded.model.experts is not None:
             with torch.inference_mode():
                 loaded.model.experts.forget_loads()
-        return self._facts(self._group.num_blocks)
+        return loaded.facts(self._group.place, self._group.num_blocks, self._written)
 
     def _join(self, group: GroupConfig, kept: bool) -> None:
         """Makes what a group of this shape needs. A KV cache that is `kept` stays, and nothing here writes to its blocks; all workers
@@ -285,7 +219,7 @@ class Runner:
                 self._in_flight.append(self._nothing)
                 continue
             words, loads = graphs.launch(rows, variant, size, dual=self._dual), self._expert_loads()
-            self._in_flight.append(_InFlight(words, generations, self._mark(), loads=loads))
+            self._in_flight.append(InFlight(words, generations, self._mark(), loads=loads))
             self.timeline.mark(LAUNCHED, plan.header.seq, step)
             yield from self.poll(wait=False)
         self._rows.host_lengths[rows] += plan.header.k
@@ -401,7 +335,7 @@ class Runner:
                 (ids.to("cpu", non_blocking=True), values.to("cpu", non_blocking=True)) for ids, values in tops
             )
         loads = self._expert_loads()
-        flight = _InFlight(words, batch.generations, self._mark(), wanted, logprobs, tops, scores, loads)
+        flight = InFlight(words, batch.generations, self._mark(), wanted, logprobs, tops, scores, loads)
         self._in_flight.append(flight)
 
     def _expert_loads(self) -> LoadsOnTheWay | None:
@@ -420,7 +354,7 @@ class Runner:
         while len(self._in_flight) > lag:
             yield self._result(self._in_flight.popleft())
 
-    def _result(self, step: _InFlight) -> StepResult:
+    def _result(self, step: InFlight) -> StepResult:
         if step.ready is not None:
             if (
                 self._group.coupled
@@ -430,17 +364,7 @@ class Runner:
             self._group.recorder.flows()
             self._came_s = time.monotonic()
         self._group.check()
-        words: U64 = step.words.numpy().view(np.uint64).copy()  # the ring they lie in comes round
-        result = StepResult(words)
-        if step.logprobs is not None and (wanted := step.wanted) is not None:
-            logprobs = np.full(len(words), np.nan, np.float32)
-            logprobs[wanted.rows] = step.logprobs.numpy()
-            top = top_logprobs_of(wanted, [(ids.numpy(), values.numpy()) for ids, values in step.tops])
-            result = StepResult(words, logprobs, top)
-        generations = step.generations
-        live = step.words.numpy() != NO_WORD
-        if not live.all():
-            result, generations = select_words(result, live), generations[live]
+        result, generations = step.arrived()
         if len(result.words) and int(np.bitwise_or.reduce(result.words)) & int(END_BITS):
             result = self._end_rows(result, generations)
         if step.loads is not None:
@@ -459,7 +383,7 @@ class Runner:
             result.words, result.logprobs, result.top, tuple((row, NOT_FINITE) for row in faulty.tolist())
         )
 
-    # Configuration and facts
+    # Configuration
 
     def _allocate(self, group: GroupConfig) -> None:
         loaded = self._loaded
@@ -525,66 +449,3 @@ class Runner:
         with torch.inference_mode():
             for group in range(len(tables)):
                 self._kv.zero(group, self._rows.to_device(np.array([NULL_BLOCK], np.int64)))
-
-    def _config_hash(self) -> str:
-        """Over everything that must be equal on all ranks of a group."""
-        loaded = self._loaded
-        kept = tuple(_name(spec.dtype) for spec in loaded.model.kv_specs())
-        parts = (
-            loaded.model.config_hash,
-            loaded.dtype,
-            *kept,
-            loaded.device.type,
-            loaded.deterministic,
-            loaded.block_size,
-        )
-        return hashlib.sha256("|".join(map(str, parts)).encode()).hexdigest()[:16]
-
-    def _facts(self, num_blocks: int) -> WorkerFacts:
-        loaded, experts = self._loaded, self._loaded.model.experts
-        return WorkerFacts(
-            model=loaded.name,
-            config_hash=self._config_hash(),
-            device=str(loaded.device),
-            dtype=loaded.dtype,
-            vocab_size=loaded.model.vocab_size,
-            max_model_len=loaded.max_model_len,
-            max_rows=loaded.max_rows,
-            weights_epoch=0,
-            groups=tuple(
-                KvGroup(spec.kind, loaded.block_size * self._group.place.cp, num_blocks, _name(spec.dtype))
-                for spec in loaded.model.kv_specs()
-            ),
-            deterministic=loaded.deterministic and loaded.model.deterministic,
-            routed_experts=loaded.model.routed_experts,
-            moe_layers=0 if experts is None else len(experts.layers),
-            routed_expert_count=0 if experts is None else experts.experts,
-            expert_slots=0 if experts is None else experts.slots,
-            expert_groups=1 if experts is None else experts.groups,
-            generated_reusable=loaded.model.generated_reusable,
-            dp=loaded.place.dp,
-            cp=loaded.place.cp,
-            rank=loaded.place.rank,
-            kept_epoch=self._written,
-            max_batched_tokens=loaded.max_batched_tokens,
-        )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def select_words(result: StepResult, keep: npt.NDArray[np.bool_]) -> StepResult:
-    """The result without the words where `keep` [words] is False."""
-    top = result.top
-    if top is not None:
-        kept = keep[top.index]
-        values = np.repeat(kept, top.counts)
-        new_index = (np.cumsum(keep) - 1).astype(np.uint32)
-        top = TopLogprobs(new_index[top.index[kept]], top.counts[kept], top.ids[values], top.values[values])
-    return StepResult(
-        result.words[keep],
-        None if result.logprobs is None else result.logprobs[keep],
-        top,
-        result.faults,
-    )

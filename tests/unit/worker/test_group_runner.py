@@ -19,9 +19,10 @@ from lockstep_worker.collectives import Place
 from lockstep_worker.exchange.placement import Sharding
 from lockstep_worker.inputs import StepInputs
 from lockstep_worker.kv import KvCache
+from lockstep_worker.loaded import Loaded
 from lockstep_worker.models import Model, load_model
 from lockstep_worker.protocol import GroupLost
-from lockstep_worker.runner import Loaded, Runner
+from lockstep_worker.runner import Runner
 from lockstep_worker.sampling import TokenSampler
 from tests.moe_model import Form, MoeShape, make_tiny_moe
 from tests.unit.worker.toy import BLOCK, BLOCKS, CPU, MAX_LEN, ROWS, Choice, PlanDriver

@@ -17,7 +17,8 @@ from lockstep_worker.collectives import CollectiveId, Group, Place
 from lockstep_worker.collectives.record import DEVICE
 from lockstep_worker.graphs import CAPTURED, EAGER_PLANS
 from lockstep_worker.protocol import StepResult
-from lockstep_worker.runner import NOT_FINITE, Runner, select_words
+from lockstep_worker.results import select_words
+from lockstep_worker.runner import NOT_FINITE, Runner
 from lockstep_worker.sampling import Variant
 from tests.unit.worker.toy import (
     BLOCK,

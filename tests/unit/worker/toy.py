@@ -28,8 +28,9 @@ from lockstep_worker.collectives import Group
 from lockstep_worker.exchange.layer import ShardedLayers
 from lockstep_worker.inputs import StepInputs
 from lockstep_worker.kv import KvCache, KvSpec
+from lockstep_worker.loaded import Loaded, Mark
 from lockstep_worker.protocol import StepResult
-from lockstep_worker.runner import Loaded, Mark, Runner
+from lockstep_worker.runner import Runner
 from lockstep_worker.sampling import TokenSampler
 
 torch.set_num_threads(1)  # tiny operations

@@ -19,7 +19,7 @@ PROTOS := $(wildcard proto/lockstep_proto/v1/*.proto)
 STUBS := $(PROTOS:.proto=_pb2.py) $(PROTOS:.proto=_pb2_grpc.py)
 MODEL := smollm2-135m-instruct
 
-.PHONY: help setup proto serve model test test-all check lint bench clean
+.PHONY: help setup proto serve model test test-all test-gpu check lint bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -41,6 +41,11 @@ test: setup model  ## every test that takes seconds (options: make test ARGS="-k
 
 test-all: setup model  ## every test, also those that take minutes
 	$(PY) -m pytest tests -m "not gpu" $(ARGS)
+
+# Not what is compiled ahead of time: that needs no GPU, but all cores that the others would have.
+test-gpu: setup  ## tests of kernels, models and workers on this machine's GPU: four minutes
+	$(PY) -m pytest tests/kernels tests/system/test_cuda.py tests/system/test_cuda_group.py --ignore tests/kernels/test_aot.py \
+		-n auto --maxprocesses 14 $(ARGS)
 
 check: lint  ## lint, types, import laws and the unit tests: half a minute
 	$(PY) -m pytest tests/unit -m "not slow and not gpu" -n auto --maxprocesses 4

@@ -47,7 +47,7 @@ test-gpu: setup  ## tests of kernels, models and workers on this machine's GPU: 
 	$(PY) -m pytest tests/kernels tests/system/test_cuda.py tests/system/test_cuda_group.py --ignore tests/kernels/test_aot.py \
 		-n auto --maxprocesses 14 $(ARGS)
 
-check: lint  ## lint, types, import laws and the unit tests: half a minute
+check: lint  ## lint, types, import laws and the unit tests: two minutes
 	$(PY) -m pytest tests/unit -m "not slow and not gpu" -n auto --maxprocesses 4
 
 lint: setup  ## ruff, import-linter and mypy

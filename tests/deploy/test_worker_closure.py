@@ -127,6 +127,7 @@ def test_every_module_imports_where_triton_is(tmp_path: Path) -> None:
     assert "lockstep_kernels.moe.grouped.kernel" in found
 
 
+@pytest.mark.slow
 def test_models_run_on_cpu_without_triton() -> None:
     """No path of a CPU's steps imports what it need not have, in any family of models."""
     command = [sys.executable, "-c", CPU_TESTS_WITHOUT_TRITON]

@@ -118,6 +118,7 @@ def test_a_group_that_shares_experts_out_is_started_with_its_options(tmp_path: P
     assert alone.returncode == 1 and "need --dp: one worker has all experts" in alone.stderr
 
 
+@pytest.mark.slow
 def test_what_fails_does_not_stop_the_others_and_the_limit_loses_nothing(model: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
